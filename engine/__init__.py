@@ -1,0 +1,1 @@
+"""Middle floor: the prefix cache (no torch) and the inference engine that uses it."""

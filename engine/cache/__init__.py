@@ -1,0 +1,1 @@
+"""Radix tree, eviction policies and page pool: everything about GPU slots except their bytes."""

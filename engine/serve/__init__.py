@@ -1,0 +1,1 @@
+"""The inference engine: model, scheduler, restore and the HTTP server."""

@@ -1,0 +1,1 @@
+"""Tiers below the GPU; each implements tierkv.storage.base.Tier."""

@@ -1,0 +1,1 @@
+"""Benchmarks behind `tierkv bench`: one module each, one result shape for all."""
