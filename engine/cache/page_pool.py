@@ -1,0 +1,178 @@
+"""Which pages of the compute device are free, used or being copied.
+
+Owns the accounting of page indexes only: the bytes are engine/serve/kv_pool.py's, the meaning of
+a page is its holder's. Knows neither tokens nor tensors. Single-threaded, like the tree: copy
+threads report completion to the engine thread, which calls finish_copy().
+
+    state    who may touch the bytes             leaves by
+    FREE     nobody                              allocate -> USED
+    USED     its holder (a request or the tree)  free -> FREE, begin_copy -> COPYING
+    COPYING  the copy under way, and readers     finish_copy -> USED, or FREE with free=True
+             when the copy only reads
+
+A COPYING page can be neither freed nor handed out: its slot is reusable only after the copy's own
+completion. Invariant: free + used + copying == total, asserted by check(). Called by
+engine/cache/prefix_cache.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.storage.errors import CapacityError, ConfigError
+
+PageArray = npt.NDArray[np.int32]
+
+FREE = 0
+USED = 1
+COPYING = 2
+
+
+class PagePool:
+    """Page indexes 0 to num_pages - 1, each in one of three states."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_tokens: int,
+        watermark_low: int = 0,
+        watermark_high: int | None = None,
+    ) -> None:
+        """`watermark_low`: pages held back from new work so that running requests can grow.
+
+        `watermark_high` (default: the low one): free pages to restore once fewer than low are
+        free. Both in pages. Raises CapacityError for a pool without room for one page,
+        ConfigError when not 0 <= low <= high <= num_pages.
+        """
+        if num_pages < 1 or page_tokens < 1:
+            raise CapacityError(
+                f"page pool: expected room for at least one page of at least one token, got "
+                f"{num_pages} pages of {page_tokens} tokens; raise the KV budget"
+            )
+        high = watermark_low if watermark_high is None else watermark_high
+        if not 0 <= watermark_low <= high <= num_pages:
+            raise ConfigError(
+                f"page pool: expected watermarks 0 <= low <= high <= {num_pages} pages, got "
+                f"{watermark_low} and {high}; lower them or raise the KV budget"
+            )
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self.watermark_low = watermark_low
+        self.watermark_high = high
+        self._states = bytearray(num_pages)
+        # A view of the same memory: runs are searched as bytes, groups are set as an array.
+        self._array = np.frombuffer(self._states, np.uint8)
+        self._free_count = num_pages
+        self._copying_count = 0
+
+    @property
+    def free_count(self) -> int:
+        return self._free_count
+
+    @property
+    def copying_count(self) -> int:
+        return self._copying_count
+
+    @property
+    def used_count(self) -> int:
+        return self.num_pages - self._free_count - self._copying_count
+
+    @property
+    def available(self) -> int:
+        """Free pages above the low watermark: what new work may take."""
+        return max(0, self._free_count - self.watermark_low)
+
+    @property
+    def shortfall(self) -> int:
+        """Pages to free now to reach the high watermark; 0 while at least the low one is free."""
+        if self._free_count >= self.watermark_low:
+            return 0
+        return self.watermark_high - self._free_count
+
+    def copying_among(self, pages: PageArray) -> int:
+        """How many of `pages` are being copied. O(pages)."""
+        return int(np.count_nonzero(self._array[self._indexes(pages)] == COPYING))
+
+    def allocate(self, count: int, after: int | None = None) -> PageArray | None:
+        """Take `count` free pages, all or nothing: None when there are too few.
+
+        Prefers the pages right after page `after`, else the first run of `count` adjacent pages,
+        else as few runs as possible, in ascending order. Ignores the watermarks: callers compare
+        with `available` first. O(num_pages) byte search; a fragmented pool costs a full scan.
+        """
+        assert count >= 0, f"allocate {count} pages"
+        if count > self._free_count:
+            return None
+        if count == 0:
+            return np.empty(0, np.int32)
+        wanted = bytes(count)
+        if after is not None and self._states.startswith(wanted, after + 1):
+            start = after + 1
+        else:
+            start = self._states.find(wanted)
+        if start >= 0:
+            pages = np.arange(start, start + count, dtype=np.int32)
+        else:
+            pages = self._fewest_runs(count)
+        self._array[pages] = USED
+        self._free_count -= count
+        return pages
+
+    def _fewest_runs(self, count: int) -> PageArray:
+        """`count` free pages in as few runs as possible; no single run is long enough."""
+        edges = np.diff(self._array == FREE, prepend=False, append=False).nonzero()[0]
+        starts, lengths = edges[::2], edges[1::2] - edges[::2]
+        order = np.argsort(-lengths, kind="stable")
+        needed = int(np.searchsorted(np.cumsum(lengths[order]), count)) + 1
+        chosen = order[:needed]
+        # The last run need not be the longest that is left: the shortest that is enough keeps
+        # the longer ones whole.
+        rest = count - int(lengths[chosen[:-1]].sum())
+        enough = order[needed - 1 :][lengths[order[needed - 1 :]] >= rest]
+        chosen[-1] = enough[-1]
+        runs = [np.arange(starts[i], starts[i] + lengths[i], dtype=np.int32) for i in chosen]
+        runs[-1] = runs[-1][:rest]
+        return np.sort(np.concatenate(runs))
+
+    def free(self, pages: PageArray | Sequence[int]) -> None:
+        """Give USED pages back. Asserts on a double free, a COPYING or a foreign page."""
+        self._move(pages, USED, FREE, "free")
+        self._free_count += len(pages)
+
+    def begin_copy(self, pages: PageArray | Sequence[int]) -> None:
+        """Mark USED pages as being copied: nobody can free them until finish_copy()."""
+        self._move(pages, USED, COPYING, "begin_copy")
+        self._copying_count += len(pages)
+
+    def finish_copy(self, pages: PageArray | Sequence[int], free: bool) -> None:
+        """End a copy: back to USED, or to FREE (a demotion that is done, a restore that failed)."""
+        self._move(pages, COPYING, FREE if free else USED, "finish_copy")
+        self._copying_count -= len(pages)
+        if free:
+            self._free_count += len(pages)
+
+    def check(self) -> None:
+        """Assert that free + used + copying == total. O(num_pages)."""
+        assert len(self._states) == self.num_pages
+        free, used, copying = (self._states.count(bytes([s])) for s in (FREE, USED, COPYING))
+        assert free + used + copying == self.num_pages, "a page in no state"
+        assert free == self._free_count, f"{free} free pages, {self._free_count} counted"
+        assert copying == self._copying_count, f"{copying} copying, {self._copying_count} counted"
+        assert used == self.used_count
+
+    def _move(self, pages: PageArray | Sequence[int], old: int, new: int, operation: str) -> None:
+        indexes = self._indexes(pages)
+        wrong = indexes[self._array[indexes] != old]
+        assert wrong.size == 0, f"{operation}: pages {wrong[:8].tolist()} are not in state {old}"
+        assert np.unique(indexes).size == indexes.size, f"{operation}: a page is named twice"
+        self._array[indexes] = new
+
+    def _indexes(self, pages: PageArray | Sequence[int]) -> PageArray:
+        indexes: PageArray = np.asarray(pages, dtype=np.int32)
+        assert indexes.size == 0 or (indexes.min() >= 0 and indexes.max() < self.num_pages), (
+            f"foreign page: expected 0 to {self.num_pages - 1}"
+        )
+        return indexes
