@@ -116,7 +116,10 @@ def random_weights(
             values = 1 + 0.1 * values
         elif name.endswith(".bias"):
             values = 0.1 * values
-        elif "embed_tokens" not in name:
+        elif "embed_tokens" in name:
+            # Tied and large, the embedding would make the model repeat its last token for ever.
+            values = 0.2 * values if config.tie_word_embeddings else values
+        else:
             values = values * shape[1] ** -0.5
         weights[name] = values.to(dtype)
     return weights
