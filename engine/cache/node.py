@@ -16,7 +16,7 @@ engine/cache/radix.py and, for reading, by engine/cache/prefix_cache.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntFlag
 from typing import NamedTuple
 
@@ -24,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.engine.cache.policy import QueueEntry
-from tierkv.storage.types import TOKEN_BYTES, PackedTokens
+from tierkv.storage.types import KEY_BYTES, TOKEN_BYTES, PackedTokens
 
 PageArray = npt.NDArray[np.int32]
 """Page indexes, one dimension."""
+
+PAGE_INDEX_BYTES = 4
 
 
 class TierSet(IntFlag):
@@ -115,6 +117,35 @@ class Node:
             and not self.evicted
             and self.parent is not None
         )
+
+    def take_head(self, tokens: int, page_size: int) -> Node:
+        """Cut the first `tokens` tokens off this edge; return them as a new node between.
+
+        Links the node to its new parent; the child maps are the tree's to change. The head has
+        the same handles: whatever covers this node covers it too.
+        """
+        assert self.parent is not None and 0 < tokens < self.token_count, f"cannot cut {self!r}"
+        pages = tokens // page_size
+        cut, page_cut, key_cut = tokens * TOKEN_BYTES, pages * PAGE_INDEX_BYTES, pages * KEY_BYTES
+        head = Node(
+            self.parent,
+            self.edge[:cut],
+            self.packed_pages[:page_cut],
+            None if self.page_keys is None else self.page_keys[:key_cut],
+            self.extra_key,
+            self.last_access,
+            self.priority,
+        )
+        head.created = self.created
+        head.hit_count = self.hit_count
+        head.ref_count = self.ref_count
+        head.tiers = self.tiers
+        self.parent = head
+        self.edge = self.edge[cut:]
+        self.packed_pages = self.packed_pages[page_cut:]
+        if self.page_keys is not None:
+            self.page_keys = self.page_keys[key_cut:]
+        return head
 
     def __repr__(self) -> str:
         return f"Node([{self.start}, {self.end}) refs={self.ref_count} {self.tiers!r})"
@@ -262,3 +293,36 @@ def path_page_keys(node: Node) -> bytes | None:
             return None
         parts.append(each.page_keys)
     return b"".join(parts)
+
+
+def check_node(node: Node, page_size: int) -> None:
+    """Assert what holds for one node of a tree and its link to the parent. O(1)."""
+    parent = node.parent
+    page_bytes = page_size * TOKEN_BYTES
+    page_count = len(node.edge) // page_bytes
+    assert parent is not None and not node.evicted, f"{node!r}: not in the tree"
+    assert node.edge and len(node.edge) == page_count * page_bytes, f"{node!r}: no whole pages"
+    assert len(node.packed_pages) == page_count * PAGE_INDEX_BYTES, f"{node!r}: {page_count} pages"
+    assert node.page_keys is None or len(node.page_keys) == page_count * KEY_BYTES, f"{node!r}"
+    assert node.end == parent.end + node.token_count, f"{node!r}: parent ends at {parent.end}"
+    assert parent.children[node.edge[:page_bytes]] is node, f"{node!r}: not its parent's child"
+    assert node.extra_key == parent.extra_key, f"{node!r}: extra keys mixed"
+    assert node.tiers & TierSet.GPU, f"{node!r}: in the tree and not on the GPU"
+
+
+def check_refs(nodes: list[Node], handles: Iterable[NodeRef]) -> None:
+    """Assert that each node's references are the handles on and below it. O(nodes + handles).
+
+    `nodes` are all nodes of a tree, parents first.
+    """
+    counts = dict.fromkeys(map(id, nodes), 0)
+    for handle in handles:
+        node = handle.node
+        assert node.end == handle.token_count, f"{node!r}: handle covers {handle.token_count}"
+        if node.parent is not None:
+            assert id(node) in counts, f"{node!r}: handle on a node outside the tree"
+            counts[id(node)] += 1
+    for node in reversed(nodes):
+        assert node.ref_count == counts[id(node)], f"{node!r}: {counts[id(node)]} handles"
+        if node.parent is not None and node.parent.parent is not None:
+            counts[id(node.parent)] += counts[id(node)]

@@ -30,6 +30,7 @@ import numpy as np
 
 from tierkv.engine.cache.node import (
     NO_CHILDREN,
+    PAGE_INDEX_BYTES,
     Evicted,
     InsertResult,
     Match,
@@ -38,6 +39,8 @@ from tierkv.engine.cache.node import (
     PageArray,
     TierSet,
     ascend,
+    check_node,
+    check_refs,
     packed_path_pages,
     path,
     path_page_keys,
@@ -63,7 +66,6 @@ __all__ = [
 ]
 
 PAGE_SIZE_MAX = 64
-PAGE_INDEX_BYTES = 4
 
 
 class RadixTree:
@@ -302,27 +304,8 @@ class RadixTree:
         """
         parent = node.parent
         assert parent is not None and 0 < tokens < node.token_count, f"cannot split {node!r}"
-        pages = tokens // self.page_size
-        cut, page_cut, key_cut = tokens * TOKEN_BYTES, pages * PAGE_INDEX_BYTES, pages * KEY_BYTES
-        upper = Node(
-            parent,
-            node.edge[:cut],
-            node.packed_pages[:page_cut],
-            None if node.page_keys is None else node.page_keys[:key_cut],
-            node.extra_key,
-            node.last_access,
-            node.priority,
-        )
-        upper.created = node.created
-        upper.hit_count = node.hit_count
-        upper.ref_count = node.ref_count
-        upper.tiers = node.tiers
+        upper = node.take_head(tokens, self.page_size)
         self._adopt(parent, upper)
-        node.parent = upper
-        node.edge = node.edge[cut:]
-        node.packed_pages = node.packed_pages[page_cut:]
-        if node.page_keys is not None:
-            node.page_keys = node.page_keys[key_cut:]
         self._adopt(upper, node)
         return upper
 
@@ -423,8 +406,9 @@ class RadixTree:
             assert root.children, f"root of {extra_key!r} has no children and was not freed"
         nodes = list(self.nodes())
         for node in nodes:
-            self._check_node(node)
-        self._check_refs(nodes)
+            assert 0 <= node.created <= node.last_access <= self._tick
+            check_node(node, self.page_size)
+        check_refs(nodes, self._handles)
         protected = sum(node.token_count for node in nodes if node.ref_count)
         total = sum(node.token_count for node in nodes)
         assert self._protected_tokens == protected, f"{self._protected_tokens} != {protected}"
@@ -433,34 +417,6 @@ class RadixTree:
         assert np.unique(pages).size == pages.size, "a page is held twice"
         assert pages.size * self.page_size == total, f"{pages.size} pages for {total} tokens"
         self._queue.check(node for node in nodes if node.evictable)
-
-    def _check_node(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None and not node.evicted
-        assert node.edge and len(node.edge) % self._page_bytes == 0, f"{node!r}: no whole pages"
-        page_count = len(node.edge) // self._page_bytes
-        assert len(node.packed_pages) == page_count * PAGE_INDEX_BYTES
-        assert node.page_keys is None or len(node.page_keys) == page_count * KEY_BYTES
-        assert node.end == parent.end + node.token_count, f"{node!r}: parent ends at {parent.end}"
-        assert parent.children[node.edge[: self._page_bytes]] is node
-        assert node.extra_key == parent.extra_key
-        assert 0 <= node.created <= node.last_access <= self._tick
-        assert parent.parent is None or parent.ref_count >= node.ref_count
-        assert node.tiers & TierSet.GPU
-
-    def _check_refs(self, nodes: list[Node]) -> None:
-        """`nodes` lists parents first. Reference counts are handles on and below each node."""
-        counts = dict.fromkeys(map(id, nodes), 0)
-        for handle in self._handles:
-            node = handle.node
-            assert node.end == handle.token_count, f"{node!r}: handle covers {handle.token_count}"
-            if node.parent is not None:
-                assert id(node) in counts, f"{node!r}: handle on a node outside the tree"
-                counts[id(node)] += 1
-        for node in reversed(nodes):
-            assert node.ref_count == counts[id(node)], f"{node!r}: {counts[id(node)]} handles"
-            if node.parent is not None and node.parent.parent is not None:
-                counts[id(node.parent)] += counts[id(node)]
 
 
 def _make_root(extra_key: bytes) -> Node:
