@@ -1,0 +1,184 @@
+"""Prometheus metrics of one server: its own counters, and the engine's and store's figures.
+
+Owns a private registry, so that two servers in one process do not mix. The engine's figures are
+read when somebody scrapes, never per token. Names are tierkv_<noun>_<unit> in base units. Called
+by engine/serve/api.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tierkv.engine.serve.request import RequestOutput
+from tierkv.storage.base import MoverStats, StoreStats, TierStats
+
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class ApiMetrics:
+    """Counters of one server. All methods run on the server's event loop."""
+
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self._registry = CollectorRegistry()
+        self._answers = Counter(
+            "tierkv_http_requests",
+            "HTTP requests answered",
+            ["route", "status"],
+            registry=self._registry,
+        )
+        self._gone = Counter(
+            "tierkv_http_clients_gone",
+            "Clients that went away during a streamed answer",
+            registry=self._registry,
+        )
+        self._finished = Counter(
+            "tierkv_requests_finished",
+            "Generation requests by how they ended",
+            ["reason"],
+            registry=self._registry,
+        )
+        self._tokens = Counter(
+            "tierkv_request_tokens",
+            "Tokens of finished requests",
+            ["kind"],
+            registry=self._registry,
+        )
+        self._cached = Counter(
+            "tierkv_request_cached_tokens",
+            "Prompt tokens not computed, by the tier they came from",
+            ["tier"],
+            registry=self._registry,
+        )
+        self._ttft = Histogram(
+            "tierkv_request_ttft_seconds",
+            "Submit to first generated token",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._queued = Histogram(
+            "tierkv_request_queued_seconds",
+            "Submit to first admission",
+            buckets=LATENCY_BUCKETS_S,
+            registry=self._registry,
+        )
+        self._registry.register(_EngineCollector(stats))
+
+    def answered(self, route: str, status: int) -> None:
+        """Count one HTTP answer."""
+        self._answers.labels(route, str(status)).inc()
+
+    def client_gone(self) -> None:
+        """Count one client that left before its answer was complete."""
+        self._gone.inc()
+
+    def finished(self, output: RequestOutput) -> None:
+        """Count one finished generation."""
+        self._finished.labels(output.finish_reason.value).inc()
+        self._tokens.labels("prompt").inc(len(output.prompt_token_ids))
+        self._tokens.labels("generated").inc(len(output.token_ids))
+        cached = output.cached
+        for tier, tokens in (
+            ("gpu", cached.gpu),
+            ("host", cached.host),
+            ("nvme", cached.nvme),
+            ("remote", cached.remote),
+        ):
+            self._cached.labels(tier).inc(tokens)
+        self._queued.observe(output.queued_s)
+        if output.ttft_s is not None:
+            self._ttft.observe(output.ttft_s)
+
+    def render(self) -> tuple[bytes, str]:
+        """The text exposition and its content type."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _EngineCollector(Collector):
+    """Reads EngineStats at each scrape."""
+
+    def __init__(self, stats: Callable[[], Any]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[Metric]:
+        # Registration asks what will come; answering from here keeps it from reading the stats.
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield GaugeMetricFamily("tierkv_engine_requests_running", "In the batch", stats.running)
+        yield GaugeMetricFamily("tierkv_engine_requests_waiting", "In the queue", stats.waiting)
+        if stats.store is not None:
+            yield from _tier_metrics(stats.store)
+            yield from _mover_metrics(stats.store.mover)
+
+
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("capacity_pages", "Pages the tier can hold", lambda tier: tier.capacity_pages),
+    ("free_pages", "Slots free", lambda tier: tier.free_pages),
+    ("reserved_pages", "Slots being written", lambda tier: tier.reserved_pages),
+    ("committed_pages", "Pages readable", lambda tier: tier.committed_pages),
+    ("leased_pages", "Pages held by a reader", lambda tier: tier.leased_pages),
+    ("quarantined_pages", "Slots never used again", lambda tier: tier.quarantined_pages),
+    ("used_bytes", "Bytes of committed slots", lambda tier: tier.committed_pages * tier.slot_bytes),
+    ("degraded_state", "1 when the tier refuses work", lambda tier: tier.degraded is not None),
+)
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (
+    ("hit_pages", "Pages handed out", lambda tier: tier.hits),
+    ("missed_pages", "Pages asked for and absent", lambda tier: tier.misses),
+    ("written_pages", "Pages committed", lambda tier: tier.writes),
+    ("duplicate_pages", "Pages that were there already", lambda tier: tier.duplicates),
+    ("evicted_pages", "Pages evicted", lambda tier: tier.evictions),
+    ("corrupt_pages", "Pages that failed verification", lambda tier: tier.corrupt),
+    ("io_errors", "Device errors", lambda tier: tier.io_errors),
+    ("rejected_writes", "Writes refused or lost", lambda tier: tier.rejected),
+)
+
+
+def _tier_metrics(store: StoreStats) -> Iterator[Metric]:
+    for name, text, read in _TIER_GAUGES:
+        gauge = GaugeMetricFamily(f"tierkv_tier_{name}", text, labels=["tier"])
+        for tier in store.tiers:
+            gauge.add_metric([tier.name.value], float(read(tier)))
+        yield gauge
+    for name, text, read in _TIER_COUNTERS:
+        counter = CounterMetricFamily(f"tierkv_tier_{name}", text, labels=["tier"])
+        for tier in store.tiers:
+            counter.add_metric([tier.name.value], float(read(tier)))
+        yield counter
+    restored = CounterMetricFamily(
+        "tierkv_store_restored_pages", "Pages restored, by the tier they came from", labels=["tier"]
+    )
+    for source, pages in store.restored_pages.items():
+        restored.add_metric([source.value], pages)
+    yield restored
+    yield CounterMetricFamily(
+        "tierkv_store_admission_rejected_pages", "Pages not hot enough", store.admission_rejected
+    )
+
+
+def _mover_metrics(mover: MoverStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tierkv_mover_queued_jobs", "Jobs waiting", mover.queued)
+    yield GaugeMetricFamily("tierkv_mover_running_jobs", "Jobs under way", mover.in_flight)
+    for name, value in (
+        ("completed", mover.completed),
+        ("dropped", mover.dropped),
+        ("cancelled", mover.cancelled),
+        ("failed", mover.failed),
+    ):
+        yield CounterMetricFamily(f"tierkv_mover_{name}_jobs", f"Jobs {name}", value)
+    yield CounterMetricFamily(
+        "tierkv_mover_worker_restarts", "Worker threads started again", mover.worker_restarts
+    )
+    for verb, rates in (("read", mover.read_bytes_per_s), ("write", mover.write_bytes_per_s)):
+        gauge = GaugeMetricFamily(
+            f"tierkv_mover_{verb}_bytes_per_second", f"Estimated {verb} speed", labels=["tier"]
+        )
+        for source, rate in rates.items():
+            gauge.add_metric([source.value], rate)
+        yield gauge
