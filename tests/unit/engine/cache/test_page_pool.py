@@ -1,0 +1,169 @@
+"""The page pool: all or nothing, adjacent pages first, no page lost; check() after each step."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tierkv.engine.cache.page_pool import PagePool
+from tierkv.storage.errors import CapacityError, ConfigError
+
+
+def pool_with_free(free: list[int], num_pages: int) -> PagePool:
+    pool = PagePool(num_pages, 16)
+    assert pool.allocate(num_pages) is not None
+    pool.free(free)
+    pool.check()
+    return pool
+
+
+def take(pool: PagePool, count: int, after: int | None = None) -> list[int]:
+    pages = pool.allocate(count, after)
+    pool.check()
+    assert pages is not None and pages.dtype == np.int32
+    return [int(page) for page in pages]
+
+
+@pytest.mark.parametrize(("pages", "tokens"), [(0, 16), (-1, 16), (4, 0)])
+def test_a_pool_below_one_page_is_a_capacity_error(pages: int, tokens: int) -> None:
+    with pytest.raises(CapacityError, match="raise the KV budget"):
+        PagePool(pages, tokens)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1, 0), (3, 2), (0, 9), (9, None)])
+def test_watermarks_out_of_order_are_a_config_error(low: int, high: int | None) -> None:
+    with pytest.raises(ConfigError, match="watermarks"):
+        PagePool(8, 16, low, high)
+
+
+def test_allocate_is_all_or_nothing() -> None:
+    pool = PagePool(4, 16)
+    assert pool.allocate(5) is None
+    assert pool.free_count == 4
+    assert take(pool, 0) == []
+    assert take(pool, 4) == [0, 1, 2, 3]
+    assert pool.allocate(1) is None
+    assert take(pool, 0) == []
+
+
+def test_allocate_goes_on_right_after_a_page() -> None:
+    pool = pool_with_free([0, 1, 2, 5, 6, 7], 8)
+    assert take(pool, 2, after=4) == [5, 6]
+    assert take(pool, 2, after=6) == [0, 1]
+    assert take(pool, 1, after=7) == [2]
+
+
+def test_allocate_takes_the_first_run_that_fits() -> None:
+    pool = pool_with_free([1, 3, 4, 6, 7, 8], 10)
+    assert take(pool, 3) == [6, 7, 8]
+    assert take(pool, 2) == [3, 4]
+
+
+def test_allocate_uses_few_runs_when_fragmented() -> None:
+    pool = pool_with_free([0, 2, 3, 5, 6, 7, 9, 11, 12], 13)
+    # Of the runs [0] [2,3] [5,6,7] [9] [11,12] two are enough; in ascending order.
+    assert take(pool, 5) == [5, 6, 7, 11, 12]
+    pool = pool_with_free([0, 2, 3, 5, 6, 7, 9], 10)
+    # The rest after [5,6,7] is one page: the shortest run that is enough leaves [2,3] whole.
+    assert take(pool, 4) == [5, 6, 7, 9]
+    assert take(pool, 2) == [2, 3]
+    assert take(pool, 1) == [0]
+
+
+def test_copying_pages_are_neither_free_nor_used() -> None:
+    pool = PagePool(4, 16)
+    take(pool, 3)
+    pool.begin_copy([0, 1])
+    pool.check()
+    assert (pool.free_count, pool.used_count, pool.copying_count) == (1, 1, 2)
+    assert pool.copying_among(np.array([0, 2, 1], np.int32)) == 2
+    assert pool.allocate(2) is None
+    with pytest.raises(AssertionError):
+        pool.free([1])
+    with pytest.raises(AssertionError):
+        pool.begin_copy([1])
+    pool.finish_copy([0], free=True)
+    pool.check()
+    pool.finish_copy([1], free=False)
+    pool.check()
+    assert (pool.free_count, pool.used_count, pool.copying_count) == (2, 2, 0)
+    with pytest.raises(AssertionError):
+        pool.finish_copy([1], free=True)
+    pool.free([1, 2])
+    pool.check()
+    assert pool.free_count == 4
+
+
+@pytest.mark.parametrize("pages", [[0, 0], [3], [4], [-1], [0, 3], [2**31 - 1]])
+def test_l2_double_free_and_foreign_pages_assert_and_change_nothing(pages: list[int]) -> None:
+    pool = PagePool(4, 16)
+    take(pool, 3)
+    with pytest.raises(AssertionError):
+        pool.free(pages)
+    pool.check()
+    assert pool.free_count == 1
+    pool.free([2, 0, 1])
+    with pytest.raises(AssertionError):
+        pool.free([2])
+    pool.check()
+
+
+def test_freeing_nothing_is_allowed() -> None:
+    pool = PagePool(2, 16)
+    pool.free([])
+    pool.begin_copy(np.empty(0, np.int32))
+    pool.finish_copy([], free=True)
+    pool.check()
+    assert pool.copying_among(np.empty(0, np.int32)) == 0
+
+
+def test_watermarks_hold_pages_back_and_ask_for_more() -> None:
+    pool = PagePool(10, 16, watermark_low=3, watermark_high=5)
+    assert (pool.available, pool.shortfall) == (7, 0)
+    take(pool, 7)
+    assert (pool.available, pool.shortfall) == (0, 0)
+    take(pool, 1)
+    assert (pool.available, pool.shortfall) == (0, 3)
+    assert take(pool, 2) == [8, 9]
+    assert pool.shortfall == 5
+    pool.free([0, 1, 2, 3, 4])
+    assert (pool.available, pool.shortfall) == (2, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_use_never_loses_or_doubles_a_page(seed: int) -> None:
+    rng = random.Random(seed)
+    pool = PagePool(60, 16)
+    used: list[int] = []
+    copying: list[int] = []
+    for _ in range(400):
+        action = rng.randrange(4)
+        if action == 0:
+            count = rng.randrange(12)
+            pages = pool.allocate(count, rng.choice([None, *used]))
+            assert (pages is None) == (count > 60 - len(used) - len(copying))
+            if pages is not None:
+                assert len(pages) == count and sorted(pages) == list(pages)
+                assert not set(pages.tolist()) & {*used, *copying}
+                used += pages.tolist()
+        elif action == 1:
+            rng.shuffle(used)
+            count = rng.randrange(len(used) + 1)
+            pool.free(used[:count])
+            used = used[count:]
+        elif action == 2:
+            rng.shuffle(used)
+            count = rng.randrange(len(used) // 2 + 1)
+            pool.begin_copy(used[:count])
+            copying, used = copying + used[:count], used[count:]
+        else:
+            rng.shuffle(copying)
+            count, free = rng.randrange(len(copying) + 1), rng.random() < 0.5
+            pool.finish_copy(copying[:count], free)
+            if not free:
+                used += copying[:count]
+            copying = copying[count:]
+        pool.check()
+        assert (pool.used_count, pool.copying_count) == (len(used), len(copying))
