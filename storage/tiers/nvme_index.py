@@ -1,0 +1,157 @@
+"""The nvme tier's index: which slot holds which key, durable, in LMDB (docs/adr/0003).
+
+Owns the LMDB environment and its size. Knows nothing of files of pages but what rebuild_index
+reads from their headers. Invariants: apply() is one transaction and durable when it returns;
+the environment never grows past `limit_bytes`. Not thread-safe: the tier's publishing lock
+guards it, and the LOCK file of the root keeps other processes out (so LMDB's own locks are off).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from tierkv.storage.device import BLOCK_BYTES
+from tierkv.storage.errors import TierError, TierFullError, TierIOError
+from tierkv.storage.slot_header import FLAG_CHECKSUM, STATE_COMMITTED, SlotHeader, parse_header
+from tierkv.storage.tiers.segments import SegmentFiles
+from tierkv.storage.types import KEY_BYTES, PageKey
+
+ENTRY = np.dtype(
+    [
+        ("generation", "<u8"),
+        ("payload_bytes", "<u8"),
+        ("slot", "<u4"),
+        ("flags", "<u4"),
+        ("checksum", "V16"),
+    ]
+)
+"""One index value, 40 bytes: docs/formats/nvme.md."""
+
+_START_BYTES = 256 << 10
+
+log = logging.getLogger(__name__)
+
+
+class NvmeIndex:
+    """The open index. TierIOError or TierFullError for whatever LMDB cannot do."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Open or make the index. TierIOError when the file is damaged or cannot be opened."""
+        self._limit_bytes = limit_bytes
+        data = folder / "data.mdb"
+        try:
+            present = data.stat().st_size if data.exists() else 0
+            self._env = lmdb.open(
+                str(folder),
+                map_size=max(min(max(_START_BYTES, 2 * present), limit_bytes), present),
+                mode=0o600,
+                lock=False,
+                readahead=False,
+            )
+        except (lmdb.Error, OSError) as error:
+            raise TierIOError(f"open index {folder}: {error}; it will be rebuilt") from error
+        # LMDB maps the file: touching a page past its end would kill the process (SIGBUS).
+        promised = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+        if present and data.stat().st_size < promised:
+            self._env.close()
+            raise TierIOError(
+                f"open index {folder}: expected {promised} bytes, found {present}; it is truncated"
+            )
+
+    def load(self) -> tuple[list[PageKey], npt.NDArray[np.void]]:
+        """Every well-formed entry: keys and ENTRY rows. O(pages), about 1 us a page."""
+        keys: list[PageKey] = []
+        values: list[bytes] = []
+        try:
+            with self._env.begin() as txn:
+                for key, value in txn.cursor():
+                    keys.append(PageKey(key))
+                    values.append(value)
+        except lmdb.Error as error:
+            raise TierIOError(f"read index: {error}; it will be rebuilt") from error
+        rows = b"".join(values)
+        if len(rows) != len(keys) * ENTRY.itemsize or any(len(k) != KEY_BYTES for k in keys):
+            raise TierIOError("read index: an entry has a wrong length; it will be rebuilt")
+        return keys, np.frombuffer(rows, ENTRY)
+
+    def apply(self, deletes: Iterable[PageKey], puts: Sequence[tuple[PageKey, bytes]]) -> None:
+        """Delete, then put, in one durable transaction. After an error neither is certain."""
+        removed = list(deletes)
+        while True:
+            try:
+                with self._env.begin(write=True) as txn:
+                    for key in removed:
+                        txn.delete(key)
+                    for key, value in puts:
+                        txn.put(key, value)
+                return
+            except lmdb.MapFullError:
+                self._grow()
+            except lmdb.Error as error:
+                raise TierIOError(f"commit index: {error}; check the device under it") from error
+
+    def _grow(self) -> None:
+        """Double the map, up to the limit. Each call at least adds a page, so apply() ends."""
+        size: int = self._env.info()["map_size"]
+        if size >= self._limit_bytes:
+            raise TierFullError(
+                f"commit index: {size} bytes are its share of the cap; raise the nvme capacity"
+            )
+        try:
+            self._env.set_mapsize(min(2 * size, self._limit_bytes))
+        except lmdb.Error as error:
+            raise TierIOError(f"grow index: {error}; free address space") from error
+
+    def close(self) -> None:
+        """Close the environment. Idempotent."""
+        self._env.close()
+
+
+def pack_entry(header: SlotHeader, slot: int) -> bytes:
+    """The index value of a page."""
+    row = np.zeros(1, ENTRY)
+    row["generation"] = header.generation
+    row["payload_bytes"] = header.payload_bytes
+    row["slot"] = slot
+    row["flags"] = FLAG_CHECKSUM if header.checksum else 0
+    if header.checksum:
+        row["checksum"] = np.void(header.checksum)
+    return row.tobytes()
+
+
+def rebuild_index(folder: Path, limit_bytes: int, segments: SegmentFiles) -> NvmeIndex:
+    """Replace a lost or damaged index by one made from the slot headers alone.
+
+    Headers are verified here, payloads at their first read: a page whose write was cut short is
+    found corrupt then. Pages evicted lately may come back; they are as good as when they left.
+    Of two slots under one key the younger wins. O(slots), one 4 KiB read each.
+    """
+    best: dict[PageKey, tuple[int, SlotHeader]] = {}
+    for slot in range(segments.slot_count):
+        try:
+            header = parse_header(segments.read_header(slot))
+        except TierError as error:
+            log.warning("rebuild_index slot=%d unreadable reason=%s", slot, error)
+            continue
+        if header is None or header.state != STATE_COMMITTED:
+            continue
+        if header.payload_bytes != segments.page_bytes or not header.checksum:
+            # Without a digest nothing could tell a whole payload from a torn one.
+            continue
+        rival = best.get(header.key)
+        if rival is None or rival[1].generation < header.generation:
+            best[header.key] = (slot, header)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    index = NvmeIndex(folder, max(limit_bytes, BLOCK_BYTES))
+    index.apply([], [(key, pack_entry(header, slot)) for key, (slot, header) in best.items()])
+    log.warning("rebuild_index folder=%s pages=%d", folder, len(best))
+    return index
