@@ -19,8 +19,12 @@ import itertools
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
-from tierkv.engine.serve.sampler import SamplingParams
-from tierkv.storage.types import NamespaceId, PackedTokens, PageKey, pack_tokens
+from tierkv.engine.cache.node import NodeRef, PageArray
+from tierkv.engine.cache.page_table import PageTable
+from tierkv.engine.cache.prefix_cache import NO_PAGES
+from tierkv.engine.serve.sampler import SamplingParams, SamplingState
+from tierkv.storage.identity import page_keys
+from tierkv.storage.types import TOKEN_BYTES, NamespaceId, PackedTokens, PageKey, pack_tokens
 
 
 class FinishReason(StrEnum):
@@ -94,18 +98,26 @@ class Request:
     request_id: int
     prompt: list[int]
     params: SamplingParams
+    max_tokens: int
+    """Longest output: that of `params`, cut to what the context leaves."""
     namespace: NamespaceId
     """Digest that its page keys are chained from: model, adapter, tenant and salt."""
     priority: int
     arrival_s: float
-    packed: PackedTokens = field(init=False)
-    """Prompt tokens; generated tokens are appended by `packed_all`."""
+    packed: bytearray = field(init=False)
+    """Prompt and generated tokens, packed; grows with `append`."""
+    sampling: SamplingState = field(init=False)
     output: list[int] = field(default_factory=list)
     state: RequestState = RequestState.QUEUED
     page_keys: list[PageKey] = field(default_factory=list)
     """Keys of the full pages of prompt + output, extended as it grows."""
     computed: int = 0
     """Tokens from the start whose KV is in the pool."""
+    table: PageTable | None = None
+    """Its pages while it runs. [0, shared_pages) belong to the tree and are protected by `hold`;
+    the rest are this request's own."""
+    shared_pages: int = 0
+    hold: NodeRef | None = None
     cached: CachedTokens = field(default_factory=CachedTokens)
     admitted_s: float | None = None
     first_token_s: float | None = None
@@ -115,16 +127,47 @@ class Request:
     retractions: int = 0
 
     def __post_init__(self) -> None:
-        self.packed = pack_tokens(self.prompt)
+        self.packed = bytearray(pack_tokens(self.prompt))
+        self.sampling = SamplingState(self.params)
 
     @property
     def token_count(self) -> int:
         """Prompt and generated tokens together."""
         return len(self.prompt) + len(self.output)
 
-    def packed_all(self) -> PackedTokens:
-        """Prompt and generated tokens, packed. O(output)."""
-        return PackedTokens(self.packed + pack_tokens(self.output))
+    def append(self, token: int) -> None:
+        """Add one generated token."""
+        self.output.append(token)
+        self.packed += pack_tokens([token])
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions [start, end) of prompt and output together."""
+        prompt = len(self.prompt)
+        if end <= prompt:
+            return self.prompt[start:end]
+        return self.prompt[start:] + self.output[max(0, start - prompt) : end - prompt]
+
+    def packed_prefix(self, token_count: int) -> PackedTokens:
+        """The first `token_count` tokens, packed. O(token_count) copy."""
+        return PackedTokens(bytes(self.packed[: token_count * TOKEN_BYTES]))
+
+    @property
+    def own_pages(self) -> PageArray:
+        """Pages that only this request holds, int32; a view of its table."""
+        return NO_PAGES if self.table is None else self.table.pages[self.shared_pages :]
+
+    def restorable_pages(self, page_tokens: int) -> int:
+        """Leading whole pages that may come from a cache: the last token is always computed,
+        since its logits choose the next one."""
+        return (self.token_count - 1) // page_tokens
+
+    def extend_keys(self, page_tokens: int) -> None:
+        """Bring `page_keys` up to the whole pages that prompt and output fill now."""
+        first = len(self.page_keys)
+        if self.token_count // page_tokens > first:
+            parent = self.page_keys[-1] if first else self.namespace
+            rest = PackedTokens(bytes(self.packed[first * page_tokens * TOKEN_BYTES :]))
+            self.page_keys += page_keys(parent, rest, page_tokens)
 
 
 request_ids = itertools.count(1)

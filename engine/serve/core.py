@@ -1,0 +1,276 @@
+"""The engine without its thread: submit, abort and one step at a time.
+
+Owns the scheduler, the pool's cache and the copies to and from the store; runs the model. One
+thread calls it, so that a test can drive it step by step. engine.py puts a thread around it.
+
+Life of a step: copies that ended -> admit -> plan -> forward -> sample -> commit -> tell sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tierkv.engine.cache.node import Evicted, PageArray
+from tierkv.engine.cache.page_pool import PagePool
+from tierkv.engine.cache.prefix_cache import PrefixCache
+from tierkv.engine.cache.radix import RadixTree
+from tierkv.engine.serve.batch import SequenceInput
+from tierkv.engine.serve.engine_config import EngineConfig, EngineStats
+from tierkv.engine.serve.offload import Offload
+from tierkv.engine.serve.request import FinishReason, Request, RequestState
+from tierkv.engine.serve.restore import Restore
+from tierkv.engine.serve.runner import ModelRunner
+from tierkv.engine.serve.sampler import Sampler
+from tierkv.engine.serve.scheduler import Scheduler, SchedulerLimits, Work
+from tierkv.storage.base import PageStore
+from tierkv.storage.clock import Clock
+from tierkv.storage.errors import RequestError
+from tierkv.storage.policy import WritePolicy
+from tierkv.storage.transfer.base import PageTransfer
+
+Sink = Callable[[Request, int | None], None]
+"""Told on the engine thread of each new token, and of the end with None. Must be quick."""
+
+IDLE_WAIT_S = 1.0
+"""Longest sleep of an idle engine; wake-ups make it shorter, nothing depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """A store with the copies to and from it."""
+
+    store: PageStore
+    transfer: PageTransfer
+    policy: WritePolicy
+    selective_hits: int
+
+
+class EngineCore:
+    """Scheduler, cache and model of one engine. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        eos: frozenset[int],
+        max_context: int,
+        clock: Clock,
+        tiers: Tiers | None,
+        wake: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._runner = runner
+        self._eos = eos
+        self._max_context = max_context
+        self._clock = clock
+        self._tiers = tiers
+        pages = runner.pool.num_pages
+        tree = RadixTree(config.page_tokens, config.evict_policy)
+        pool = PagePool(pages, config.page_tokens)
+        self.cache = PrefixCache(tree, pool, self._evicted if tiers else None)
+        self.offload: Offload | None = None
+        self.restore: Restore | None = None
+        if tiers is not None:
+            self.offload = Offload(
+                self.cache,
+                tiers.store,
+                tiers.transfer,
+                tiers.policy,
+                selective_hits=tiers.selective_hits,
+                in_flight_pages_max=max(1, pages // 4),
+                wake=wake,
+            )
+            self.restore = Restore(
+                self.cache,
+                tiers.store,
+                tiers.transfer,
+                clock,
+                deadline_s=config.restore_deadline_s,
+                waiting_max=config.max_running,
+                wake=wake,
+            )
+        limits = SchedulerLimits(
+            batch_tokens_max=config.max_batch_tokens,
+            running_max=config.max_running,
+            waiting_max=config.max_waiting,
+            watermark_pages=int(config.watermark * pages),
+        )
+        self.scheduler = Scheduler(
+            self.cache, limits, config.schedule, clock, self.restore, self.offload
+        )
+        self._sampler = Sampler()
+        self._live: dict[int, tuple[Request, Sink]] = {}
+        self._finished = 0
+        self._failed = 0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._steps = 0
+        self.step_failures = 0
+
+    def validate(self, prompt: list[int]) -> None:
+        """Raise RequestError when a prompt can never be served. Thread-safe: reads constants."""
+        vocab = self._runner.model.config.vocab_size
+        if not prompt:
+            raise RequestError("submit request: the prompt is empty, expected at least one token")
+        if not all(0 <= token < vocab for token in prompt):
+            raise RequestError(f"submit request: token ids must be 0 to {vocab - 1}")
+        if len(prompt) >= self._max_context:
+            raise RequestError(
+                f"submit request: the prompt has {len(prompt)} tokens, the context holds "
+                f"{self._max_context} with at least one generated; shorten the prompt"
+            )
+        pool_tokens = self._runner.pool.num_pages * self._config.page_tokens
+        if len(prompt) >= pool_tokens:
+            raise RequestError(
+                f"submit request: the prompt has {len(prompt)} tokens, the KV pool holds "
+                f"{pool_tokens} with at least one generated; enlarge the pool or shorten the prompt"
+            )
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queue a validated request. `sink` hears of it until its end."""
+        self._live[request.request_id] = (request, sink)
+        if len(self.scheduler.waiting) >= self._config.max_waiting:
+            message = f"submit request: {self._config.max_waiting} requests wait already"
+            request.state, request.finish_reason = RequestState.FINISHED, FinishReason.ERROR
+            request.error = f"{message}; try again later"
+            request.finished_s = self._clock.monotonic()
+            self._close_ended()
+            return
+        self.scheduler.add(request)
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request early; unknown ids are ignored, they have ended."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self.scheduler.finish(live[0], reason)
+            self._close_ended()
+
+    def fail_running(self, error: str) -> None:
+        """End every running request after a step that broke; waiting ones stay."""
+        self.step_failures += 1
+        for request in list(self.scheduler.running):
+            self.scheduler.finish(request, FinishReason.ERROR, error)
+        self._close_ended()
+
+    def abort_all(self) -> None:
+        """End every request."""
+        for request, _ in list(self._live.values()):
+            self.scheduler.finish(request, FinishReason.ABORT)
+        self._close_ended()
+
+    def step(self) -> bool:
+        """Do one round; False when there was nothing to compute."""
+        self._note_copies()
+        self.scheduler.admit()
+        work = self.scheduler.plan()
+        if not work:
+            self._close_ended()
+            return False
+        tokens = self._forward(work)
+        self.scheduler.commit(work, tokens, self._eos)
+        self._steps += 1
+        self._generated_tokens += len(tokens)
+        for each in work:
+            token = tokens.get(each.request.request_id)
+            if token is not None:
+                self._live[each.request.request_id][1](each.request, token)
+        self._close_ended()
+        return True
+
+    def idle_wait_s(self) -> float:
+        """How long an idle engine may sleep without missing a deadline."""
+        deadline = self.restore.deadline() if self.restore else None
+        if deadline is None:
+            return IDLE_WAIT_S
+        return min(IDLE_WAIT_S, max(0.0, deadline - self._clock.monotonic()))
+
+    def close(self, timeout_s: float) -> None:
+        """End all requests and wait for the copies under way, each within `timeout_s`."""
+        self.abort_all()
+        if self.restore is not None:
+            for request in self.restore.close(timeout_s):
+                self.scheduler.restored(request)
+        if self.offload is not None:
+            self.offload.drain(timeout_s)
+
+    def drop_gpu_cache(self) -> int:
+        """Evict every page nobody holds, demoting as on any eviction; return how many went."""
+        return self.cache.evict(self.cache.tree.evictable_tokens // self._config.page_tokens)
+
+    def stats(self) -> EngineStats:
+        """Counters and sizes now. Reads only numbers: safe from another thread."""
+        config = self._runner.model.config
+        return EngineStats(
+            model=self._config.model.name,
+            device=str(self._runner.model.device),
+            page_tokens=self._config.page_tokens,
+            page_bytes=config.kv_bytes_per_token(self._runner.pool.kv.itemsize)
+            * self._config.page_tokens,
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            finished=self._finished,
+            failed=self._failed,
+            retractions=self.scheduler.retractions,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            steps=self._steps,
+            step_failures=self.step_failures,
+            cache=self.cache.stats(),
+            offload=self.offload.stats() if self.offload else None,
+            restore=self.restore.stats() if self.restore else None,
+            store=self._tiers.store.stats() if self._tiers else None,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant of the engine. O(pool)."""
+        self.scheduler.check()
+        if self.offload is not None:
+            self.offload.check()
+        for request, _ in self._live.values():
+            assert request.state is not RequestState.FINISHED, "an ended request is still live"
+
+    def _evicted(self, run: Evicted) -> PageArray:
+        assert self.offload is not None
+        return self.offload.evicted(run)
+
+    def _note_copies(self) -> None:
+        if self.restore is not None:
+            for request in self.restore.poll():
+                self.scheduler.restored(request)
+        if self.offload is not None:
+            self.offload.poll()
+
+    def _forward(self, work: list[Work]) -> dict[int, int]:
+        """Run the planned tokens; return the next token of each request that reached its end."""
+        inputs = []
+        for each in work:
+            table = each.request.table
+            assert table is not None
+            inputs.append(
+                SequenceInput(
+                    token_ids=each.request.tokens(each.start, each.end),
+                    context_len=each.end,
+                    pages=table.pages,
+                    no_logits=not each.wants_token,
+                )
+            )
+        logits = self._runner.run(inputs)
+        wanting = [each.request for each in work if each.wants_token]
+        tokens = self._sampler.sample(logits, [request.sampling for request in wanting])
+        return {request.request_id: token for request, token in zip(wanting, tokens, strict=True)}
+
+    def _close_ended(self) -> None:
+        """Tell the sinks of requests that have ended. Those still being restored end later."""
+        ended = [r for r, _ in self._live.values() if r.state is RequestState.FINISHED]
+        for request in ended:
+            _, sink = self._live.pop(request.request_id)
+            if request.finish_reason is FinishReason.ERROR:
+                self._failed += 1
+            else:
+                self._finished += 1
+            self._prompt_tokens += len(request.prompt)
+            self._cached_tokens += request.cached.total
+            sink(request, None)
