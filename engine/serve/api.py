@@ -37,6 +37,7 @@ from tierkv.engine.serve.api_schema import (
     parse_body,
 )
 from tierkv.engine.serve.api_stream import ClientGone, EventStream, EventWriter, merge
+from tierkv.engine.serve.engine_config import EngineStats
 from tierkv.engine.serve.model_config import ModelConfig
 from tierkv.engine.serve.request import RequestOutput, StreamEvent
 from tierkv.engine.serve.sampler import SamplingParams
@@ -55,7 +56,7 @@ MergedEvents = AsyncGenerator[tuple[int, StreamEvent], None]
 class TextCodec(Protocol):
     """Text to token ids. Called from worker threads."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class ChatRenderer(Protocol):
@@ -64,6 +65,7 @@ class ChatRenderer(Protocol):
     def render(
         self,
         messages: Sequence[Json],
+        *,
         tools: Sequence[Json] | None = None,
         add_generation_prompt: bool = True,
     ) -> str: ...
@@ -96,8 +98,8 @@ class ServingEngine(Protocol):
         """Closing the generator aborts the request; RequestError comes before any event."""
         ...
 
-    def stats(self) -> Any:
-        """A frozen dataclass, EngineStats."""
+    def stats(self) -> EngineStats:
+        """Thread-safe; called for each scrape."""
         ...
 
 
@@ -197,9 +199,10 @@ class ApiServer:
         with self._place(1):
             messages = [message.for_template() for message in body.messages]
             text = await asyncio.to_thread(
-                self._engine.chat.render, messages, body.template_tools()
+                self._engine.chat.render, messages, tools=body.template_tools()
             )
-            prompt = await self._encode(text, "messages")
+            # The template wrote the special tokens already.
+            prompt = await self._encode(text, "messages", add_special_tokens=False)
             room = self._engine.config.max_context - len(prompt)
             limit = body.token_limit or max(1, room)
             return await self._generate(request, body, [prompt], limit, ChatAnswer)
@@ -262,11 +265,15 @@ class ApiServer:
             if not self._handlers:
                 self._idle.set()
 
-    async def _encode(self, prompt: Prompt, param: str) -> list[int]:
+    async def _encode(
+        self, prompt: Prompt, param: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of one prompt, checked against vocabulary and context."""
         ids = prompt
         if isinstance(ids, str):
-            ids = await asyncio.to_thread(self._engine.tokenizer.encode, ids)
+            ids = await asyncio.to_thread(
+                self._engine.tokenizer.encode, ids, add_special_tokens=add_special_tokens
+            )
         config = self._engine.config
         if not ids:
             raise InvalidField(f"{param}: expected at least one token, got none", param)

@@ -8,14 +8,16 @@ by engine/serve/api.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tierkv.engine.serve.engine_config import EngineStats
+from tierkv.engine.serve.offload import OffloadStats
 from tierkv.engine.serve.request import RequestOutput
+from tierkv.engine.serve.restore import RestoreStats
 from tierkv.storage.base import MoverStats, StoreStats, TierStats
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -24,7 +26,7 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 class ApiMetrics:
     """Counters of one server. All methods run on the server's event loop."""
 
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._registry = CollectorRegistry()
         self._answers = Counter(
             "tierkv_http_requests",
@@ -102,7 +104,7 @@ class ApiMetrics:
 class _EngineCollector(Collector):
     """Reads EngineStats at each scrape."""
 
-    def __init__(self, stats: Callable[[], Any]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self._stats = stats
 
     def describe(self) -> Iterator[Metric]:
@@ -111,11 +113,67 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield GaugeMetricFamily("tierkv_engine_requests_running", "In the batch", stats.running)
-        yield GaugeMetricFamily("tierkv_engine_requests_waiting", "In the queue", stats.waiting)
+        for name, text, value in _engine_gauges(stats):
+            yield GaugeMetricFamily(f"tierkv_{name}", text, value)
+        for name, text, value in _engine_counters(stats):
+            yield CounterMetricFamily(f"tierkv_{name}", text, value)
+        if stats.offload is not None:
+            yield from _offload_metrics(stats.offload)
+        if stats.restore is not None:
+            yield from _restore_metrics(stats.restore)
         if stats.store is not None:
             yield from _tier_metrics(stats.store)
             yield from _mover_metrics(stats.store.mover)
+
+
+def _engine_gauges(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
+    cache = stats.cache
+    return (
+        ("engine_running_requests", "Requests in the batch", stats.running),
+        ("engine_waiting_requests", "Requests in the queue", stats.waiting),
+        ("pool_capacity_pages", "Pages of the pool", cache.pages_total),
+        ("pool_free_pages", "Pages nobody uses", cache.pages_free),
+        ("pool_copying_pages", "Pages on their way to a lower tier", cache.pages_copying),
+        ("pool_page_bytes", "Size of one page", stats.page_bytes),
+        ("tree_evictable_tokens", "Cached tokens nobody holds", cache.evictable_tokens),
+        ("tree_protected_tokens", "Cached tokens in use", cache.protected_tokens),
+    )
+
+
+def _engine_counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
+    return (
+        ("engine_finished_requests", "Requests that ended", stats.finished),
+        ("engine_failed_requests", "Requests that ended with an error", stats.failed),
+        ("engine_retractions", "Requests put back when the pool ran out", stats.retractions),
+        ("engine_prompt_tokens", "Prompt tokens of ended requests", stats.prompt_tokens),
+        ("engine_cached_tokens", "Prompt tokens not computed", stats.cached_tokens),
+        ("engine_generated_tokens", "Tokens generated", stats.generated_tokens),
+        ("engine_steps", "Forward passes", stats.steps),
+        ("engine_step_failures", "Forward passes that failed", stats.step_failures),
+    )
+
+
+def _offload_metrics(stats: OffloadStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tierkv_offload_running_pages", "Pages under copy", stats.in_flight)
+    for name, text, value in (
+        ("copied", "Pages committed to the store", stats.copied),
+        ("present", "Pages a lower tier had already", stats.present),
+        ("dropped", "Pages not copied", stats.dropped),
+        ("failed", "Pages whose copy failed", stats.failed),
+    ):
+        yield CounterMetricFamily(f"tierkv_offload_{name}_pages", text, value)
+
+
+def _restore_metrics(stats: RestoreStats) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tierkv_restore_waiting_requests", "Fetches open", stats.waiting)
+    yield GaugeMetricFamily("tierkv_restore_copying_requests", "Copies open", stats.copying)
+    for name, text, value in (
+        ("fetches", "Fetches started", stats.fetches),
+        ("pages", "Pages copied into the pool", stats.restored_pages),
+        ("late_fetches", "Fetches past their deadline", stats.late),
+        ("failed_copies", "Copies into the pool that failed", stats.failed),
+    ):
+        yield CounterMetricFamily(f"tierkv_restore_{name}", text, value)
 
 
 _TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], float]], ...] = (

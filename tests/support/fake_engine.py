@@ -11,14 +11,19 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierkv.engine.cache.prefix_cache import PrefixCacheStats
+from tierkv.engine.serve.engine_config import EngineStats
 from tierkv.engine.serve.model_config import ModelConfig
+from tierkv.engine.serve.offload import OffloadStats
 from tierkv.engine.serve.request import CachedTokens, FinishReason, RequestOutput, StreamEvent
+from tierkv.engine.serve.restore import RestoreStats
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.storage.base import MoverStats, StoreStats, TierStats
 from tierkv.storage.types import TierName
 
 VOCAB_SIZE = 256
 MAX_CONTEXT = 128
+START = 1
 
 
 @dataclass
@@ -53,10 +58,10 @@ class Call:
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte."""
+    """One token per UTF-8 byte, with START before a text that is not a rendered chat."""
 
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [START] * add_special_tokens + list(text.encode())
 
 
 class PlainChat:
@@ -68,20 +73,12 @@ class PlainChat:
     def render(
         self,
         messages: Sequence[dict[str, Any]],
+        *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
         self.seen.append((list(messages), None if tools is None else list(tools)))
         return "".join(f"{message['role']}:{message['content']};" for message in messages)
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    """The part of EngineStats that the server itself reads."""
-
-    running: int
-    waiting: int
-    store: StoreStats | None
 
 
 class FakeEngine:
@@ -136,8 +133,35 @@ class FakeEngine:
             error=script.error,
         )
 
-    def stats(self) -> FakeStats:
-        return FakeStats(running=self.running, waiting=0, store=store_stats())
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            model=self.model_name,
+            device="cpu",
+            page_tokens=16,
+            page_bytes=4000,
+            waiting=0,
+            running=self.running,
+            finished=1,
+            failed=2,
+            retractions=3,
+            prompt_tokens=4,
+            cached_tokens=5,
+            generated_tokens=6,
+            steps=7,
+            step_failures=8,
+            cache=PrefixCacheStats(
+                pages_total=20,
+                pages_free=15,
+                pages_copying=1,
+                evictable_tokens=32,
+                protected_tokens=16,
+            ),
+            offload=OffloadStats(copied=1, present=2, dropped=3, failed=4, in_flight=5),
+            restore=RestoreStats(
+                fetches=1, restored_pages=2, late=3, failed=4, waiting=5, copying=6
+            ),
+            store=store_stats(),
+        )
 
 
 def tiny_config() -> ModelConfig:

@@ -12,11 +12,12 @@ import pytest
 from aiohttp import ClientError, web
 from aiohttp.test_utils import TestClient, TestServer
 
-from tests.support.fake_engine import MAX_CONTEXT, VOCAB_SIZE, FakeEngine, Script
+from tests.support.fake_engine import MAX_CONTEXT, START, VOCAB_SIZE, FakeEngine, Script
 from tierkv.engine.serve.api import ApiOptions, ApiServer
 from tierkv.engine.serve.api_schema import PROMPTS_MAX, SALT_CHARS_MAX, STOPS_MAX
 from tierkv.engine.serve.api_stream import merge
 from tierkv.engine.serve.request import CachedTokens, FinishReason
+from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.storage.errors import RequestError, TierIOError
 
 Client = TestClient[web.Request, web.Application]
@@ -86,9 +87,9 @@ async def test_completion_has_openai_shape_and_tier_detail() -> None:
         "model": "tiny",
         "choices": [{"index": 0, "text": "Hello", "logprobs": None, "finish_reason": "stop"}],
         "usage": {
-            "prompt_tokens": 8,
+            "prompt_tokens": 9,
             "completion_tokens": 2,
-            "total_tokens": 10,
+            "total_tokens": 11,
             "prompt_tokens_details": {"cached_tokens": 6},
         },
         "tierkv": {
@@ -97,7 +98,7 @@ async def test_completion_has_openai_shape_and_tier_detail() -> None:
             "queued_s": 0.25,
         },
     }
-    assert engine.calls[0].prompt == list(b"abcdefgh")
+    assert engine.calls[0].prompt == [START, *b"abcdefgh"]
 
 
 async def test_chat_has_openai_shape() -> None:
@@ -120,8 +121,8 @@ async def test_chat_has_openai_shape() -> None:
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("ab", [[97, 98]]),
-        (["a", "b"], [[97], [98]]),
+        ("ab", [[START, 97, 98]]),
+        (["a", "b"], [[START, 97], [START, 98]]),
         ([1, 2], [[1, 2]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
     ],
@@ -359,7 +360,7 @@ async def test_drain_past_its_bound_aborts() -> None:
         (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
         (COMPLETIONS, {"prompt": [1, True]}, "prompt"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
-        (COMPLETIONS, {"prompt": ""}, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
         (COMPLETIONS, {"prompt": [[1], []]}, "prompt"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt"),
         (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, "prompt"),
@@ -422,7 +423,7 @@ async def test_tool_call_arguments_that_are_not_json_are_refused() -> None:
 
 @pytest.mark.parametrize("length", [MAX_CONTEXT, MAX_CONTEXT + 1])
 async def test_prompt_longer_than_the_context_is_refused(length: int) -> None:
-    status, answer, engine = await post({"prompt": "x" * length})
+    status, answer, engine = await post({"prompt": "x" * (length - 1)})
     assert status == 400
     assert answer["error"]["code"] == "context_length_exceeded"
     assert str(MAX_CONTEXT) in answer["error"]["message"]
@@ -430,7 +431,7 @@ async def test_prompt_longer_than_the_context_is_refused(length: int) -> None:
 
 
 async def test_prompt_that_just_fits_is_served() -> None:
-    status, _, _ = await post({"prompt": "x" * (MAX_CONTEXT - 1)})
+    status, _, _ = await post({"prompt": "x" * (MAX_CONTEXT - 2)})
     assert status == 200
 
 
@@ -546,7 +547,7 @@ async def test_p4_metrics_count_answers_tokens_and_tiers() -> None:
     for line in (
         'tierkv_http_requests_total{route="/v1/completions",status="200"} 1.0',
         'tierkv_http_requests_total{route="/v1/completions",status="400"} 1.0',
-        'tierkv_request_tokens_total{kind="prompt"} 4.0',
+        'tierkv_request_tokens_total{kind="prompt"} 5.0',
         'tierkv_request_cached_tokens_total{tier="host"} 3.0',
         "tierkv_request_ttft_seconds_count 1.0",
         'tierkv_tier_committed_pages{tier="nvme"} 3.0',
@@ -554,6 +555,10 @@ async def test_p4_metrics_count_answers_tokens_and_tiers() -> None:
         'tierkv_tier_io_errors_total{tier="host"} 6.0',
         'tierkv_store_restored_pages_total{tier="host"} 8.0',
         "tierkv_mover_dropped_jobs_total 4.0",
+        "tierkv_pool_free_pages 15.0",
+        "tierkv_engine_step_failures_total 8.0",
+        "tierkv_offload_dropped_pages_total 3.0",
+        "tierkv_restore_late_fetches_total 3.0",
         'tierkv_mover_read_bytes_per_second{tier="nvme"} 1e+09',
     ):
         assert line in lines, line
@@ -573,6 +578,4 @@ async def _json(client: Client, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of(engine: FakeEngine) -> Any:
-    from tierkv.engine.serve.sampler import SamplingParams
-
     return engine.stream([1], SamplingParams())
