@@ -270,6 +270,9 @@ class MoverStats:
     read_bytes_per_s: dict[TierName, float] = field(default_factory=dict)
     """Moving estimate per tier; absent until something was moved."""
     write_bytes_per_s: dict[TierName, float] = field(default_factory=dict)
+    read_latency_s: dict[TierName, float] = field(default_factory=dict)
+    """Moving estimate of one operation, per tier; absent until something was moved."""
+    write_latency_s: dict[TierName, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +286,19 @@ class StoreStats:
     """Pages not written to a lower tier because they were not hot enough."""
     restored_pages: dict[TierName, int]
     """Pages handed out by fetch(), by the tier they came from."""
+    missed_pages: int = 0
+    """Keys asked of fetch() and not handed out, whatever the reason."""
+    rejected_pages: int = 0
+    """Host slots asked of reserve() and not given, plus pages whose commit failed."""
+    demote_skipped: int = 0
+    """Pages not queued for nvme because it is degraded; those a full queue lost are in mover."""
+    late_fetches: int = 0
+    """Fetches cut because nvme had not answered by the deadline."""
+    breaker_trips: int = 0
+    breaker_open: bool = False
+    """True while nvme is not asked because it kept failing or being late."""
+    degraded: str | None = None
+    """None when every configured tier serves; else one line that says which does not and why."""
 
 
 class StoreReservation(ABC):

@@ -1,0 +1,221 @@
+"""Host room and the way down: which pages leave host, and which are copied to nvme first.
+
+Owns the frequency sketch's use, the set of pages that were written back and not used since, and
+the counters of what was not written. Does not copy (storage.mover does) and never waits: called
+by storage.store and storage.promotion with the store's lock held.
+
+Under write_back, the coldest `clean_pages_min` pages' worth of host is kept free or already on
+nvme, by copying ahead of need; such pages still serve hits and can go the moment room is asked.
+Invariant: a page dropped under write_back is on nvme, or admission, a full queue or a degraded
+nvme refused it, and that was counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
+
+from tierkv.storage.base import MappedTier, Tier
+from tierkv.storage.clock import Clock
+from tierkv.storage.errors import TierError
+from tierkv.storage.mover import Job, JobState, Mover, Refusal
+from tierkv.storage.policy import Admission, FrequencySketch, WritePolicy
+from tierkv.storage.types import PageKey
+
+SCAN_EXTRA_PAGES = 32
+"""How many victims beyond the need are looked at for one that can go at once."""
+
+DEGRADED_RETRY_S = 1.0
+"""One page in this time is offered to a degraded nvme; it decides itself when it tries again."""
+
+log = logging.getLogger(__name__)
+
+
+class Lower:
+    """What lies below host: the tier and the mover that writes to it. Store's lock held."""
+
+    def __init__(self, tier: Tier, mover: Mover, clock: Clock) -> None:
+        self.tier = tier
+        self.mover = mover
+        self._clock = clock
+        self._retry_at = 0.0
+
+    def may_write(self) -> bool:
+        """True when healthy, and now and then when degraded: only a write can heal a tier."""
+        if self.tier.stats().degraded is None:
+            return True
+        now = self._clock.monotonic()
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + DEGRADED_RETRY_S
+        return True
+
+    def holds(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Like Tier.lookup, but a tier that cannot answer holds nothing."""
+        try:
+            return self.tier.lookup(keys)
+        except (TierError, OSError) as error:
+            log.warning("lookup in lower tier: keys=%d error=%s", len(keys), error)
+            return [False] * len(keys)
+
+
+@dataclass(frozen=True, slots=True)
+class DemotionRules:
+    """The settings of one Demoter."""
+
+    policy: WritePolicy
+    admission: Admission
+    selective_hits: int
+    clean_pages_min: int
+    deadline_s: float
+    """A queued copy that did not start within this is dropped and counted as cancelled."""
+
+
+class Demoter:
+    """See the module docstring. `lock` is the store's; methods named _locked need it held.
+
+    `pinned` tells which host pages a fetch or its lease holds: they can never go at once.
+    """
+
+    def __init__(
+        self,
+        host: MappedTier,
+        lower: Lower | None,
+        rules: DemotionRules,
+        sketch: FrequencySketch,
+        pinned: Container[PageKey],
+        lock: threading.RLock,
+        clock: Clock,
+        on_durable: Callable[[PageKey], None] | None = None,
+    ) -> None:
+        self._host = host
+        self._lower = lower
+        self._rules = rules
+        self._sketch = sketch
+        self._pinned = pinned
+        self._lock = lock
+        self._clock = clock
+        self._on_durable = on_durable
+        self._clean: OrderedDict[PageKey, None] = OrderedDict()
+        self.admission_rejected = 0
+        self.skipped = 0
+
+    def committed_locked(self, keys: Sequence[PageKey]) -> None:
+        """Apply the write policy to pages that just became visible in host."""
+        for key in keys:
+            self._sketch.record(key)
+        if self._rules.policy is WritePolicy.WRITE_THROUGH:
+            self._queue_absent(keys)
+        elif self._rules.policy is WritePolicy.WRITE_BACK:
+            self._top_up()
+
+    def used_locked(self, keys: Sequence[PageKey]) -> None:
+        """Note that pages were asked for: they get hotter, and may now be worth a copy."""
+        for key in keys:
+            self._clean.pop(key, None)
+        hot = [key for key in keys if self._sketch.record(key) > self._rules.selective_hits]
+        if self._rules.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hot:
+            # The commit itself counted once, so "more than" is "at least that many hits".
+            self._queue_absent(hot)
+
+    def pinned_locked(self, key: PageKey) -> None:
+        """Forget that `key` could go at once: somebody holds it now."""
+        self._clean.pop(key, None)
+
+    def make_room_locked(self, count: int) -> None:
+        """Try to have `count` free host slots, at once and without losing pages worth keeping."""
+        short = count - self._host.stats().free_pages
+        if short <= 0:
+            return
+        if self._rules.policy is not WritePolicy.WRITE_BACK or self._lower is None:
+            for key in self._host.evict(short):
+                self._clean.pop(key, None)
+            return
+        short -= self._drop_clean(self._lower, short)
+        if short > 0:
+            self._drop_victims(self._lower, short)
+
+    def queue_locked(self, key: PageKey, deadline: float) -> Job | Refusal:
+        """Queue a copy without asking admission: for flush. Needs a lower tier."""
+        assert self._lower is not None, "queue_locked without a lower tier"
+        return self._lower.mover.submit_demote(key, deadline, self._demoted)
+
+    def check_locked(self) -> None:
+        """Assert that pages noted as clean are few enough to be in host. O(1)."""
+        assert len(self._clean) <= self._host.stats().capacity_pages, len(self._clean)
+        self._sketch.check()
+
+    def _queue_absent(self, keys: Sequence[PageKey]) -> None:
+        if self._lower is None:
+            return
+        for key, there in zip(keys, self._lower.holds(keys), strict=True):
+            if not there:
+                self._queue(self._lower, key)
+
+    def _queue(self, lower: Lower, key: PageKey, counted: bool = True) -> bool:
+        """Queue a copy if nvme works and the page is hot enough; False when it is not to be.
+
+        `counted`: a refusal is final for this page, so it counts.
+        """
+        if not lower.may_write():
+            self.skipped += counted
+            return False
+        if not self._rules.admission.admit(key, lower.tier, lower.mover.demoting_count):
+            self.admission_rejected += counted
+            return False
+        deadline = self._clock.monotonic() + self._rules.deadline_s
+        return isinstance(lower.mover.submit_demote(key, deadline, self._demoted), Job)
+
+    def _demoted(self, job: Job) -> None:
+        """Runs in a worker when a copy ended."""
+        if job.state is not JobState.DONE:
+            return
+        with self._lock:
+            if self._rules.policy is WritePolicy.WRITE_BACK and self._host.lookup([job.key])[0]:
+                self._clean[job.key] = None
+                while len(self._clean) > self._host.stats().capacity_pages:
+                    self._clean.popitem(last=False)
+        if self._on_durable is not None:
+            self._on_durable(job.key)
+
+    def _drop_clean(self, lower: Lower, count: int) -> int:
+        """Drop pages written back and not used since, longest ago first; returns how many."""
+        dropped = 0
+        while dropped < count and self._clean:
+            key, _ = self._clean.popitem(last=False)
+            # nvme may have evicted its copy meanwhile; the page is then no longer safe to drop.
+            if key not in self._pinned and lower.holds([key])[0]:
+                dropped += self._drop(key)
+        return dropped
+
+    def _drop_victims(self, lower: Lower, count: int) -> None:
+        """Let the coldest pages go: at once where nvme has them or will not, else queue them."""
+        victims = self._host.victims(count + SCAN_EXTRA_PAGES)
+        for key, there in zip(victims, lower.holds(victims), strict=True):
+            if count == 0:
+                return
+            if there or not self._queue(lower, key):
+                count -= self._drop(key)
+
+    def _drop(self, key: PageKey) -> int:
+        self._clean.pop(key, None)
+        return self._host.drop([key])
+
+    def _top_up(self) -> None:
+        """Copy the coldest pages down until enough of host is free, clean or on its way."""
+        lower = self._lower
+        if lower is None:
+            return
+        ready = self._host.stats().free_pages + len(self._clean) + lower.mover.demoting_count
+        want = self._rules.clean_pages_min - ready
+        if want <= 0:
+            return
+        victims = self._host.victims(min(want, SCAN_EXTRA_PAGES))
+        for key, there in zip(victims, lower.holds(victims), strict=True):
+            if there:
+                self._clean[key] = None
+            else:
+                self._queue(lower, key, counted=False)

@@ -1,0 +1,85 @@
+"""What a user sets about a store: sizes, places and rules, checked before anything is created.
+
+Owns no state and opens nothing. Called by storage.store, and by whoever turns a configuration
+file or command line into a StoreConfig.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tierkv.storage.errors import CapacityError, ConfigError
+from tierkv.storage.mover import MoverLimits
+from tierkv.storage.policy import AdmissionName, WritePolicy
+from tierkv.storage.promotion import Verify
+from tierkv.storage.tiers.host import HostTier
+from tierkv.storage.tiers.nvme import MIN_FREE_BYTES, NvmeTier
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRules:
+    """How a store behaves, whatever its tiers are. Times in seconds, sizes in pages."""
+
+    write_policy: WritePolicy = WritePolicy.WRITE_BACK
+    selective_hits: int = 2
+    """Hits after which write_through_selective copies a page."""
+    admission: AdmissionName = AdmissionName.HOTNESS
+    verify: Verify = Verify.ALWAYS
+    """Checking costs about 1/15 s per GB. Never wrong is the first promise: it is the default."""
+    host_clean_fraction: float = 0.25
+    """Share of host that write_back keeps free or already on nvme, so that reserve() finds room."""
+    mover: MoverLimits = field(default_factory=MoverLimits)
+    demote_deadline_s: float = 30.0
+    breaker_failures: int = 3
+    breaker_open_s: float = 5.0
+    close_s: float = 5.0
+    """Bound of close(): what is stuck in I/O past it is left behind, with its tiers open."""
+
+    def __post_init__(self) -> None:
+        for name in ("selective_hits", "breaker_failures"):
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"store rules: {name} is {value}, expected at least 1; raise it")
+        for name in ("demote_deadline_s", "breaker_open_s", "close_s"):
+            if (value := getattr(self, name)) <= 0:
+                raise ConfigError(f"store rules: {name} is {value}, expected above 0; raise it")
+        if not 0 <= self.host_clean_fraction <= 1:
+            raise ConfigError(
+                f"store rules: host_clean_fraction is {self.host_clean_fraction}, "
+                "expected 0 to 1; set the share of host to keep ready"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Everything TieredStore.open needs. Sizes in bytes."""
+
+    page_bytes: int
+    host_bytes: int
+    host_arena_path: Path | None = None
+    """A file on tmpfs outlives the process; None: memory of this process only."""
+    nvme_root: Path | None = None
+    """None: host only."""
+    nvme_bytes: int = 0
+    nvme_min_free_bytes: int = MIN_FREE_BYTES
+    """nvme stops growing when its file system has less than this left."""
+    checksums: bool = True
+    rules: StoreRules = field(default_factory=StoreRules)
+
+    def validate(self) -> None:
+        """Raise CapacityError or ConfigError for what cannot work, before anything is created."""
+        if self.page_bytes < 1:
+            raise ConfigError(
+                f"open store: page_bytes is {self.page_bytes}, expected at least 1; "
+                "set it to the size of one page's keys and values"
+            )
+        sizes = [("host_bytes", self.host_bytes, HostTier.capacity_for(self.page_bytes, 1))]
+        if self.nvme_root is not None:
+            needed = NvmeTier.capacity_for(self.page_bytes, 1)
+            sizes.append(("nvme_bytes", self.nvme_bytes, needed))
+        for name, size, needed in sizes:
+            if size < needed:
+                raise CapacityError(
+                    f"open store: {name} is {size}, one page of {self.page_bytes} bytes needs "
+                    f"at least {needed}; raise {name}"
+                )
