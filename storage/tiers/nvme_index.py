@@ -17,7 +17,6 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from tierkv.storage.device import BLOCK_BYTES
 from tierkv.storage.errors import TierError, TierFullError, TierIOError
 from tierkv.storage.slot_header import FLAG_CHECKSUM, STATE_COMMITTED, SlotHeader, parse_header
 from tierkv.storage.tiers.segments import SegmentFiles
@@ -148,10 +147,18 @@ def rebuild_index(folder: Path, limit_bytes: int, segments: SegmentFiles) -> Nvm
         rival = best.get(header.key)
         if rival is None or rival[1].generation < header.generation:
             best[header.key] = (slot, header)
+    # Built beside the old one: dying half way must not leave an index that is valid but empty.
+    fresh = folder.with_name(folder.name + ".new")
+    if fresh.exists():
+        shutil.rmtree(fresh)
+    fresh.mkdir(mode=0o700)
+    index = NvmeIndex(fresh, limit_bytes)
+    try:
+        index.apply([], [(key, pack_entry(header, slot)) for key, (slot, header) in best.items()])
+    finally:
+        index.close()
     if folder.exists():
         shutil.rmtree(folder)
-    folder.mkdir(mode=0o700)
-    index = NvmeIndex(folder, max(limit_bytes, BLOCK_BYTES))
-    index.apply([], [(key, pack_entry(header, slot)) for key, (slot, header) in best.items()])
+    fresh.replace(folder)
     log.warning("rebuild_index folder=%s pages=%d", folder, len(best))
-    return index
+    return NvmeIndex(folder, limit_bytes)

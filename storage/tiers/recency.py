@@ -20,6 +20,8 @@ from tierkv.storage.checksum import header_checksum
 from tierkv.storage.device import BLOCK_BYTES, Device, aligned_buffer
 
 TICKS_PER_BLOCK = BLOCK_BYTES // 8 - 1
+_RUN_BLOCKS_MAX = 256
+"""Neighbouring blocks go out in one call, below the system's limit of 1024 buffers."""
 _SEAL = struct.Struct("<Q")
 _SEAL_OFFSET = TICKS_PER_BLOCK * 8
 
@@ -69,8 +71,17 @@ class RecencyFile:
 
     def store(self, blocks: dict[int, memoryview]) -> None:
         """Write collected blocks. TierError when the device refuses: they are then lost."""
+        run: list[int] = []
         for number in sorted(blocks):
-            self._file.pwritev([blocks[number]], number * BLOCK_BYTES)
+            if run and (number != run[-1] + 1 or len(run) == _RUN_BLOCKS_MAX):
+                self._store_run(blocks, run)
+                run = []
+            run.append(number)
+        if run:
+            self._store_run(blocks, run)
+
+    def _store_run(self, blocks: dict[int, memoryview], run: list[int]) -> None:
+        self._file.pwritev([blocks[number] for number in run], run[0] * BLOCK_BYTES)
 
     def close(self) -> None:
         """Make the file durable and close it. TierIOError when the sync fails; closed anyway."""
