@@ -86,6 +86,14 @@ class ServingEngine(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    @property
+    def max_context(self) -> int: ...
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the engine does not serve; None while it does."""
+        ...
+
     def stream(
         self,
         prompt: Sequence[int],
@@ -94,8 +102,8 @@ class ServingEngine(Protocol):
         stop: Sequence[str] = (),
         cache_salt: str = "",
         priority: int = 0,
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """Closing the generator aborts the request; RequestError comes before any event."""
+    ) -> AsyncIterator[StreamEvent]:
+        """An async generator: closing it aborts the request. RequestError comes before events."""
         ...
 
     def stats(self) -> EngineStats:
@@ -203,7 +211,7 @@ class ApiServer:
             )
             # The template wrote the special tokens already.
             prompt = await self._encode(text, "messages", add_special_tokens=False)
-            room = self._engine.config.max_context - len(prompt)
+            room = self._engine.max_context - len(prompt)
             limit = body.token_limit or max(1, room)
             return await self._generate(request, body, [prompt], limit, ChatAnswer)
 
@@ -213,13 +221,16 @@ class ApiServer:
             "object": "model",
             "created": self._started_s,
             "owned_by": "tierkv",
-            "max_model_len": self._engine.config.max_context,
+            "max_model_len": self._engine.max_context,
         }
         return web.json_response({"object": "list", "data": [model]})
 
     async def _health(self, request: web.Request) -> web.Response:
         if self.draining:
             return web.json_response({"status": "draining"}, status=503)
+        if self._engine.stopped is not None:
+            body = {"status": "stopped", "reason": self._engine.stopped}
+            return web.json_response(body, status=503)
         return web.json_response({"status": "ok"})
 
     async def _metrics_text(self, request: web.Request) -> web.Response:
@@ -283,10 +294,10 @@ class ApiServer:
                 f"got {min(ids)} to {max(ids)}",
                 param,
             )
-        if len(ids) >= config.max_context:
+        if len(ids) >= self._engine.max_context:
             message = (
                 f"{param}: {len(ids)} tokens do not fit the model's context of "
-                f"{config.max_context} with room for an answer; shorten the prompt"
+                f"{self._engine.max_context} with room for an answer; shorten the prompt"
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
         return ids
@@ -301,16 +312,7 @@ class ApiServer:
     ) -> web.StreamResponse:
         params = _sampling(body, max_tokens)
         answer = kind(secrets.token_hex(12), int(self._clock.wall()), self._model)
-        streams: list[EventStream] = [
-            self._engine.stream(
-                prompt,
-                params,
-                stop=body.stops,
-                cache_salt=body.cache_salt or "",
-                priority=body.priority,
-            )
-            for prompt in prompts
-        ]
+        streams = [self._open_stream(prompt, params, body) for prompt in prompts]
         async with aclosing(merge(streams, self._options.event_timeout_s)) as events:
             if body.stream:
                 return await self._streamed(request, answer, events, body.include_usage)
@@ -319,6 +321,20 @@ class ApiServer:
                 if event.output is not None:
                     outputs[index] = self._finished(event.output)
         return web.json_response(answer.whole([outputs[index] for index in sorted(outputs)]))
+
+    def _open_stream(
+        self, prompt: Sequence[int], params: SamplingParams, body: GenerationBody
+    ) -> EventStream:
+        """One prompt's events. Nothing is submitted before the first is asked for."""
+        stream = self._engine.stream(
+            prompt,
+            params,
+            stop=body.stops,
+            cache_salt=body.cache_salt or "",
+            priority=body.priority,
+        )
+        assert isinstance(stream, AsyncGenerator), "closing a stream is what aborts its request"
+        return stream
 
     async def _streamed(
         self, request: web.Request, answer: Answer, events: MergedEvents, include_usage: bool

@@ -91,6 +91,8 @@ class FakeEngine:
         self.chat = PlainChat()
         self.model_name = "tiny"
         self.config = tiny_config()
+        self.max_context = MAX_CONTEXT
+        self.stopped: str | None = None
         self.running = 0
 
     async def stream(

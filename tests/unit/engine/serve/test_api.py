@@ -536,6 +536,15 @@ async def test_models_health_and_stats() -> None:
     assert stats["store"]["restored_pages"] == {"host": 8}
 
 
+async def test_h2_health_says_that_the_engine_stopped() -> None:
+    engine = FakeEngine()
+    engine.stopped = "engine: stopped after 3 failed steps"
+    async with client_of(engine) as (client, _):
+        async with client.get("/health") as response:
+            assert response.status == 503
+            assert "3 failed steps" in (await response.json())["reason"]
+
+
 async def test_p4_metrics_count_answers_tokens_and_tiers() -> None:
     engine = FakeEngine(Script(cached=CachedTokens(host=3)))
     async with client_of(engine) as (client, _):
