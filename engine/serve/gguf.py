@@ -11,6 +11,7 @@ CONVERTER_VERSION, so that a changed file is never served from an old conversion
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -25,6 +26,7 @@ from typing import Any
 import gguf
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from tierkv.engine.serve.gguf_tokenizer import write_tokenizer
@@ -339,7 +341,11 @@ def _write_weights(
             done += 1
             if progress is not None:
                 progress(done, total)
-        save_file(arrays, folder / file_name, metadata={"format": "pt"})
+        try:
+            save_file(arrays, folder / file_name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The library's form of a full disk.
+            raise OSError(errno.EIO, " ".join(str(error).split())) from error
     if len(shards) > 1:
         _write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
 
@@ -394,9 +400,12 @@ def _lock(path: Path) -> Iterator[None]:
 
 def _source_digest(path: Path) -> str:
     """16 hex digits over what changes when the file does, without reading all of it."""
-    status = path.stat()
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+    try:
+        status = path.stat()
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise ModelError(f"read {path}: {error.strerror}; check path and permissions") from error
     identity = f"{CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns} ".encode()
     return hashlib.sha256(identity + head).hexdigest()[:16]
 

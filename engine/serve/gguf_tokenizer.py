@@ -142,9 +142,9 @@ def _bpe(source: Path, values: dict[str, Any], tokens: list[str], style: _Style)
     pairs = [tuple(merge.split(" ")) for merge in merges]
     known = set(tokens)
     for pair in pairs:
-        if len(pair) != 2 or pair[0] not in known or pair[1] not in known:
+        if len(pair) != 2 or not known.issuperset((*pair, "".join(pair))):
             raise ModelError(
-                f"load model: {source} has a merge {' '.join(pair)!r} of no two tokens"
+                f"load model: {source} has a merge {' '.join(pair)!r} that is not in its vocabulary"
             )
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=style.ignore_merges))

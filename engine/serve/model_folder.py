@@ -28,6 +28,8 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 JSON_BYTES_MAX = 64 << 20
 """Larger than any tokenizer.json seen; a bound on what is read into memory."""
+LAYERS_MAX = 1024
+"""Several times the deepest model: a bound on what a wrong number makes us build."""
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 """config.json `architectures` entry to ModelConfig.architecture."""
@@ -90,6 +92,8 @@ def load_config(folder: Path) -> ModelConfig:
         raise source.wrong(
             "num_key_value_heads", f"a divisor of {config.num_heads}", config.num_kv_heads
         )
+    if config.num_layers > LAYERS_MAX:
+        raise source.wrong("num_hidden_layers", f"at most {LAYERS_MAX}", config.num_layers)
     if config.head_dim % 2:
         raise source.wrong("head_dim", "an even number (rope turns pairs)", config.head_dim)
     return config

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -177,3 +178,119 @@ def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> 
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as JSON."""
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    weights: dict[str, torch.Tensor],
+    *,
+    pre: str = "gpt-2",
+    quantise: bool = False,
+    extra: dict[str, Any] | None = None,
+    leave_out: tuple[str, ...] = (),
+) -> None:
+    """Write the model as llama.cpp's converter would, with the tiny vocabulary.
+
+    `quantise` stores matrices as Q8_0. `extra` metadata (text, integers, floats by type) is added
+    last and replaces; `leave_out` names metadata or tensors that are not written.
+    """
+    writer = gguf.GGUFWriter(path, config.architecture)
+    for name, value in (_gguf_metadata(config, pre) | (extra or {})).items():
+        if name not in leave_out:
+            _add_metadata(writer, name, value)
+    for name, tensor in weights.items():
+        stored = gguf_tensor_name(name)
+        if stored in leave_out:
+            continue
+        array = gguf_rows(config, name, tensor.float()).numpy()
+        if quantise and array.ndim == 2:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(stored, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_tensor_name(name: str) -> str:
+    """GGUF's name of a Hugging Face tensor."""
+    plain = {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+    }
+    if name in plain:
+        return plain[name]
+    parts = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    _, _, layer, rest = name.split(".", 3)
+    part, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{parts[part]}.{kind}"
+
+
+def gguf_rows(config: ModelConfig, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with llama's q and k rows in GGUF's order: the halves of a head interleaved."""
+    if config.architecture != "llama" or not (".q_proj." in name or ".k_proj." in name):
+        return tensor
+    half = config.head_dim // 2
+    rows = [
+        head * config.head_dim + part * half + index
+        for head in range(tensor.shape[0] // config.head_dim)
+        for index in range(half)
+        for part in (0, 1)
+    ]
+    return tensor[rows]
+
+
+def _gguf_metadata(config: ModelConfig, pre: str) -> dict[str, Any]:
+    tokens, merges = byte_level_tokens()
+    own = {
+        "block_count": config.num_layers,
+        "context_length": config.max_context,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": config.rope_theta,
+    }
+    return {f"{config.architecture}.{name}": value for name, value in own.items()} | {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3] * len(SPECIAL_TOKENS)
+        + [1] * (len(tokens) - len(SPECIAL_TOKENS)),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _add_metadata(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    elif isinstance(value, float):
+        writer.add_float32(name, value)
+    elif isinstance(value, str):
+        writer.add_string(name, value)
+    else:
+        writer.add_array(name, value)
