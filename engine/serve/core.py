@@ -69,6 +69,7 @@ class EngineCore:
         tree = RadixTree(config.page_tokens, config.evict_policy)
         pool = PagePool(pages, config.page_tokens)
         self.cache = PrefixCache(tree, pool, self._evicted if tiers else None)
+        self._copies_max = max(1, pages // 4)
         self.offload: Offload | None = None
         self.restore: Restore | None = None
         if tiers is not None:
@@ -78,7 +79,7 @@ class EngineCore:
                 tiers.transfer,
                 tiers.policy,
                 selective_hits=tiers.selective_hits,
-                in_flight_pages_max=max(1, pages // 4),
+                in_flight_pages_max=self._copies_max,
                 wake=wake,
             )
             self.restore = Restore(
@@ -108,6 +109,11 @@ class EngineCore:
         self._generated_tokens = 0
         self._steps = 0
         self.step_failures = 0
+
+    @property
+    def store(self) -> PageStore | None:
+        """What lies below the pool."""
+        return self._tiers.store if self._tiers else None
 
     def validate(self, prompt: list[int]) -> None:
         """Raise RequestError when a prompt can never be served. Thread-safe: reads constants."""
@@ -192,12 +198,22 @@ class EngineCore:
         if self.restore is not None:
             for request in self.restore.close(timeout_s):
                 self.scheduler.restored(request)
-        if self.offload is not None:
-            self.offload.drain(timeout_s)
+        self.drain(timeout_s)
 
-    def drop_gpu_cache(self) -> int:
-        """Evict every page nobody holds, demoting as on any eviction; return how many went."""
-        return self.cache.evict(self.cache.tree.evictable_tokens // self._config.page_tokens)
+    def drop_gpu_cache(self, timeout_s: float) -> int:
+        """Evict every page nobody holds, demoting as on any eviction; return how many went.
+
+        Waits for the copies, in groups, each within `timeout_s`.
+        """
+        evicted = 0
+        while self.cache.tree.evictable_tokens:
+            evicted += self.cache.evict(self._copies_max)
+            self.drain(timeout_s)
+        return evicted
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait for copies into the store, each within `timeout_s`; True when none is left."""
+        return self.offload is None or self.offload.drain(timeout_s)
 
     def stats(self) -> EngineStats:
         """Counters and sizes now. Reads only numbers: safe from another thread."""

@@ -229,7 +229,24 @@ class Engine:
 
     def drop_gpu_cache(self) -> int:
         """Evict every prefix that no request uses, demoting as usual; return how many pages."""
-        return self._call(self.core.drop_gpu_cache)
+        return self._call(lambda: self.core.drop_gpu_cache(CLOSE_S))
+
+    def flush(self, deadline_s: float) -> bool:
+        """Wait until every page that is being demoted is durable in the lowest tier.
+
+        False when that took longer than `deadline_s`, or a page could not be kept.
+        """
+        store = self.store
+        if store is None:
+            return True
+        deadline = self._clock.monotonic() + deadline_s
+        drained = self._call(lambda: self.core.drain(deadline_s))
+        return drained and store.flush(max(0.0, deadline - self._clock.monotonic()))
+
+    @property
+    def store(self) -> PageStore | None:
+        """What lies below the pool; the engine's own or borrowed."""
+        return self.core.store
 
     def stats(self) -> EngineStats:
         """Counters and sizes now."""

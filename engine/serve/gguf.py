@@ -188,14 +188,17 @@ def _config(metadata: _Metadata, tensors: dict[str, gguf.ReaderTensor]) -> dict[
     heads = metadata.integer("attention.head_count")
     hidden = metadata.integer("embedding_length")
     head_dim = metadata.integer("attention.key_length", hidden // heads)
-    if "token_embd.weight" not in tensors:
-        raise ModelError(f"load model: {metadata.path} has no token_embd.weight; it is incomplete")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(
+            f"load model: {metadata.path} has no matrix token_embd.weight; it is incomplete"
+        )
     _refuse_unsupported(metadata, head_dim)
     theta = metadata.number("rope.freq_base", 10000.0)
     return {
         "architectures": [class_name],
         "model_type": model_type,
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(embedding.shape[1]),
         "hidden_size": hidden,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": metadata.integer("block_count"),
@@ -301,12 +304,18 @@ def _dequantise(
             "which cannot be dequantised; choose another quantisation"
         ) from error
     array = np.ascontiguousarray(array, dtype=np.float32)
-    if config["model_type"] == "llama":
-        if ".attn_q." in tensor.name:
-            return _unpermute(array, config["num_attention_heads"])
-        if ".attn_k." in tensor.name:
-            return _unpermute(array, config["num_key_value_heads"])
-    return array
+    heads = {
+        "attn_q": config["num_attention_heads"],
+        "attn_k": config["num_key_value_heads"],
+    }.get(tensor.name.split(".")[-2], 0)
+    if config["model_type"] != "llama" or heads == 0:
+        return array
+    if array.shape[0] % (2 * heads):
+        raise ModelError(
+            f"load model: {path}: tensor {tensor.name} has {array.shape[0]} rows, "
+            f"which {heads} heads cannot share; the file is damaged"
+        )
+    return _unpermute(array, heads)
 
 
 def _write_weights(
