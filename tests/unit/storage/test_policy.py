@@ -22,7 +22,6 @@ from tierkv.storage.types import PageKey
 
 def test_estimate_is_never_below_the_count_before_a_halving() -> None:
     seed = 7
-    print(f"seed={seed}")
     rng = random.Random(seed)
     sketch = FrequencySketch(200)
     counts: dict[int, int] = {}
@@ -33,12 +32,12 @@ def test_estimate_is_never_below_the_count_before_a_halving() -> None:
         sketch.check()
     assert sketch.halvings == 0
     for number, count in counts.items():
-        assert sketch.estimate(page_key(number)) >= min(count, COUNTER_MAX)
+        assert sketch.estimate(page_key(number)) >= min(count, COUNTER_MAX), f"seed={seed}"
     exact = sum(
         sketch.estimate(page_key(number)) == min(count, COUNTER_MAX)
         for number, count in counts.items()
     )
-    assert exact >= 0.95 * len(counts)
+    assert exact >= 0.95 * len(counts), f"seed={seed}"
 
 
 def test_old_popularity_decays_by_halving() -> None:
