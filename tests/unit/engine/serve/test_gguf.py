@@ -227,6 +227,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "partial rotary"),
         ({"llama.rope.scaling.type": "yarn"}, "'yarn'"),
         ({"llama.attention.head_count": [4, 4, 4]}, "head_count"),
+        ({"llama.attention.head_count_kv": 3}, "3 heads"),
         ({"llama.rope.freq_base": -1.0}, "freq_base"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "twice"),
         ({"tokenizer.ggml.token_type": [1]}, "token_type"),
