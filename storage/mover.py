@@ -59,7 +59,7 @@ class Refusal(Enum):
 class Job:
     """One page on its way. Read-only for everybody but the mover."""
 
-    __slots__ = ("deadline", "future", "key", "outcome", "source", "state", "target")
+    __slots__ = ("deadline", "ended", "future", "key", "outcome", "source", "state", "target")
 
     def __init__(
         self, key: PageKey, deadline: float, source: Lease, target: Reservation | None
@@ -73,12 +73,9 @@ class Job:
         self.state = JobState.QUEUED
         self.outcome: ReadOutcome | None = None
         """What the read of a promotion found; None before it and for a demotion."""
+        self.ended = False
+        """True once it is in a final state, everything is given back and its callbacks ran."""
         self.future: Future[Job] = Future()
-
-    @property
-    def ended(self) -> bool:
-        """True in a final state."""
-        return self.state not in (JobState.QUEUED, JobState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +333,7 @@ class Mover:
                 del self._demote_jobs[job.key]
             self._running -= 1
             self._ended[state] += 1
+            job.ended = True
             self._changed.notify_all()
 
     def _work(self, demotes: bool) -> None:
