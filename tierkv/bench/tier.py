@@ -11,6 +11,8 @@ measured in the same run, turn by turn:
   transaction; both move the same pages in the same batches. Several thread counts are tried,
   the plain loop's best is the limit and the tier runs with that count. Evicting a batch is timed
   by itself (nvme_evict_batch_ms), since the store does it ahead of writes and in larger batches.
+  nvme_write hands over the checksum that the host tier has recorded, as a demotion does;
+  nvme_write_hashed computes it. Reads always verify.
 
 Disks of virtual machines are throttled after bursts, hence many small rounds.
 """
@@ -21,7 +23,7 @@ import itertools
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -30,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from tierkv.bench.report import BenchReport, samples
-from tierkv.storage.checksum import copy_bytes
+from tierkv.storage.checksum import copy_bytes, payload_checksum
 from tierkv.storage.device import BlockFile, DirectDevice, aligned_buffer
 from tierkv.storage.slot_header import HEADER_BYTES, slot_bytes_for
 from tierkv.storage.tiers.host import HostTier
@@ -132,15 +134,18 @@ def _measure_nvme(report: BenchReport, scratch: Path, rounds: int) -> None:
         )
         stack.callback(tier.close)
         threads = _best_threads(plain, rounds=max(3, rounds // 4))
+        known = [payload_checksum(page) for page in source]
         exchange = _NvmeExchange(tier, source, target)
         pool = stack.enter_context(ThreadPoolExecutor(threads))
         taken = samples(
             {
                 "plain_write": lambda: plain.write(pool),
-                "nvme_write": lambda: exchange.write(pool),
+                "nvme_write": lambda: exchange.write(pool, known),
                 "plain_read": lambda: plain.read(pool),
                 "nvme_read": lambda: exchange.read(pool),
                 "nvme_evict": exchange.evict,
+                "nvme_write_hashed": lambda: exchange.write(pool, [None] * len(source)),
+                "nvme_evict_again": exchange.evict,
             },
             rounds,
         )
@@ -148,9 +153,11 @@ def _measure_nvme(report: BenchReport, scratch: Path, rounds: int) -> None:
         report.config["nvme_threads"] = threads
         report.config["o_direct"] = tier.direct
     nbytes = NVME_BATCH * PAGE_BYTES
-    for name in ("write", "read"):
+    taken["plain_write_hashed"] = taken["plain_write"]
+    for name in ("write", "write_hashed", "read"):
         report.results[f"nvme_{name}_gbs"] = _gbs(nbytes, taken[f"nvme_{name}"])
-        report.limits[f"plain_{name}_gbs"] = _gbs(nbytes, taken[f"plain_{name}"])
+        if name != "write_hashed":
+            report.limits[f"plain_{name}_gbs"] = _gbs(nbytes, taken[f"plain_{name}"])
         report.ratios[f"nvme_{name}"] = _ratio(taken[f"plain_{name}"], taken[f"nvme_{name}"])
 
 
@@ -194,13 +201,13 @@ class _NvmeExchange:
         self._keys: list[PageKey] = []
         self._stale: list[PageKey] = []
 
-    def write(self, pool: ThreadPoolExecutor) -> None:
+    def write(self, pool: ThreadPoolExecutor, checksums: Sequence[bytes | None]) -> None:
         self._stale, self._keys = self._keys, _fresh_keys(len(self._sources))
         with self._tier.reserve(len(self._sources)) as reservation:
             write = self._tier.write
             jobs = [
-                pool.submit(write, reservation, index, page)
-                for index, page in enumerate(self._sources)
+                pool.submit(write, reservation, index, page, checksum)
+                for index, (page, checksum) in enumerate(zip(self._sources, checksums, strict=True))
             ]
             for job in jobs:
                 job.result()
