@@ -133,9 +133,13 @@ class PagePool:
         rest = count - int(lengths[chosen[:-1]].sum())
         enough = order[needed - 1 :][lengths[order[needed - 1 :]] >= rest]
         chosen[-1] = enough[-1]
-        runs = [np.arange(starts[i], starts[i] + lengths[i], dtype=np.int32) for i in chosen]
-        runs[-1] = runs[-1][:rest]
-        return np.sort(np.concatenate(runs))
+        taken = np.zeros_like(lengths)
+        taken[chosen] = lengths[chosen]
+        taken[chosen[-1]] = rest
+        # Each taken run counts up from its start; runs lie in ascending order already.
+        offsets = np.arange(count) - np.repeat(np.cumsum(taken) - taken, taken)
+        pages: PageArray = (np.repeat(starts, taken) + offsets).astype(np.int32)
+        return pages
 
     def free(self, pages: PageArray | Sequence[int]) -> None:
         """Give USED pages back. Asserts on a double free, a COPYING or a foreign page."""

@@ -26,13 +26,10 @@ Prefix = tuple[bytes, tuple[int, ...]]
 """Extra key and all tokens up to a page's end."""
 
 # Two symbols and short stretches make shared prefixes and divergence in mid-edge common.
-STRETCHES = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 9)), max_size=6)
-EXTRA_KEYS = st.sampled_from([b"", b"lora", b"tenant"])
+STRETCHES = st.lists(st.tuples(st.integers(0, 1), st.integers(1, 5)), max_size=4)
+EXTRA_KEYS = st.sampled_from([b"", b"", b"lora"])
+BASES = st.integers(0, 10_000)
 POOL_PAGES = 4096
-
-
-def tokens_of(stretches: list[tuple[int, int]]) -> tuple[int, ...]:
-    return tuple(token for token, times in stretches for _ in range(times))
 
 
 def key_of(prefix: Prefix) -> bytes:
@@ -50,6 +47,18 @@ class RadixMachine(RuleBasedStateMachine):
         self.handles: list[tuple[NodeRef, Prefix]] = []
         self.matches: list[tuple[Match, Prefix]] = []
 
+    def tokens_of(
+        self, extra: bytes, base: int, stretches: list[tuple[int, int]]
+    ) -> tuple[int, ...]:
+        """A cached prefix, or none, and stretches of one token each behind it.
+
+        Half of them are in whole pages, so that large pages meet shared prefixes as well.
+        """
+        known = [()] + [tokens for key, tokens in self.held if key == extra]
+        unit = self.size if base % 2 else 1
+        more = [token for token, times in stretches for _ in range(times * unit)]
+        return (*known[base % len(known)], *more)
+
     def prefixes(self, extra: bytes, tokens: tuple[int, ...]) -> list[Prefix]:
         """Every whole-page prefix, shortest first."""
         ends = range(self.size, len(tokens) + 1, self.size)
@@ -66,9 +75,9 @@ class RadixMachine(RuleBasedStateMachine):
     def protected(self) -> set[Prefix]:
         return {p for _, (extra, tokens) in self.handles for p in self.prefixes(extra, tokens)}
 
-    @rule(stretches=STRETCHES, extra=EXTRA_KEYS, touch=st.booleans())
-    def match(self, stretches: list[tuple[int, int]], extra: bytes, touch: bool) -> None:
-        tokens = tokens_of(stretches)
+    @rule(base=BASES, stretches=STRETCHES, extra=EXTRA_KEYS, touch=st.booleans())
+    def match(self, base: int, stretches: list[tuple[int, int]], extra: bytes, touch: bool) -> None:
+        tokens = self.tokens_of(extra, base, stretches)
         nodes = len(list(self.tree.nodes()))
         match = self.tree.match(pack_tokens(tokens), extra, touch=touch)
         assert match.pages.tolist() == self.expected(extra, tokens)
@@ -76,11 +85,16 @@ class RadixMachine(RuleBasedStateMachine):
         assert len(list(self.tree.nodes())) == nodes, "a match must not split"
         self.matches = [*self.matches[-3:], (match, (extra, tokens[: match.token_count]))]
 
-    @rule(stretches=STRETCHES, extra=EXTRA_KEYS, share=st.booleans(), data=st.data())
+    @rule(base=BASES, stretches=STRETCHES, extra=EXTRA_KEYS, share=st.booleans(), data=st.data())
     def insert(
-        self, stretches: list[tuple[int, int]], extra: bytes, share: bool, data: st.DataObject
+        self,
+        base: int,
+        stretches: list[tuple[int, int]],
+        extra: bytes,
+        share: bool,
+        data: st.DataObject,
     ) -> None:
-        tokens = tokens_of(stretches)
+        tokens = self.tokens_of(extra, base, stretches)
         tokens = tokens[: len(tokens) // self.size * self.size]
         known = self.expected(extra, tokens)
         fresh = self.pool.allocate(len(tokens) // self.size - (len(known) if share else 0))
@@ -116,6 +130,15 @@ class RadixMachine(RuleBasedStateMachine):
         self.handles.append((handle, prefix))
         assert handle.token_count == len(prefix[1])
 
+    @precondition(lambda self: self.held)
+    @rule(base=BASES)
+    def lock_cached(self, base: int) -> None:
+        """Lock any cached prefix, most of which end inside a node."""
+        extra, tokens = list(self.held)[base % len(self.held)]
+        self.handles.append(
+            (self.tree.lock(self.tree.match(pack_tokens(tokens), extra)), (extra, tokens))
+        )
+
     @precondition(lambda self: self.handles)
     @rule(data=st.data())
     def unlock(self, data: st.DataObject) -> None:
@@ -123,7 +146,7 @@ class RadixMachine(RuleBasedStateMachine):
         handle, _ = self.handles.pop(index)
         self.tree.unlock(handle)
 
-    @rule(wanted=st.integers(0, 40), partial=st.booleans())
+    @rule(wanted=st.integers(0, 12), partial=st.booleans())
     def evict(self, wanted: int, partial: bool) -> None:
         before = self.tree.evictable_tokens
         protected = self.protected()
@@ -170,7 +193,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 TestRadixModel = RadixMachine.TestCase
 TestRadixModel.settings = settings(
-    max_examples=80,
+    max_examples=250,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,
