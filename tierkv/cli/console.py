@@ -13,9 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+
+PIPE_COLUMNS = 200
 
 
 def write_json(value: Any) -> None:
@@ -30,8 +34,11 @@ def write_line(text: str) -> None:
 
 
 def write_table(table: Table) -> None:
-    """Print a table on standard output."""
-    Console().print(table)
+    """Print a table on standard output; into a pipe or file as wide as it likes to be."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPE_COLUMNS
+    console.print(table)
 
 
 def write_note(text: str) -> None:
@@ -41,7 +48,7 @@ def write_note(text: str) -> None:
 
 def new_table(title: str, *columns: str) -> Table:
     """A table whose first column is text and whose others are right-aligned."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index == 0 else "right")
     return table

@@ -45,8 +45,8 @@ def generate(
     host_arena: shared.HostArenaOption = None,
     nvme_dir: shared.NvmeDirOption = None,
     nvme: shared.NvmeOption = None,
-    write_policy: shared.WritePolicyOption = shared.WritePolicyChoice.WRITE_BACK,
-    admission: shared.AdmissionOption = shared.AdmissionChoice.HOTNESS,
+    write_policy: shared.WritePolicyOption = shared.WritePolicyChoice.WRITE_THROUGH,
+    admission: shared.AdmissionOption = shared.AdmissionChoice.ALL,
     max_context: shared.MaxContextOption = None,
     device: shared.DeviceOption = shared.DeviceChoice.AUTO,
     threads: shared.ThreadsOption = None,
@@ -84,6 +84,8 @@ def generate(
     with Engine.open(config) as engine:
         ids = encode(engine, text, chat)
         output = asyncio.run(_run(engine, ids, params, stop or [], live))
+        if cache.outlives_process:
+            shared.keep_prefixes(engine)
     return _report(output, live, as_json)
 
 

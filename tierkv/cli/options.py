@@ -18,12 +18,15 @@ from tierkv.config import parse_size
 from tierkv.storage.errors import ConfigError
 
 if TYPE_CHECKING:
+    from tierkv.engine.serve.engine import Engine
     from tierkv.engine.serve.engine_config import EngineConfig
     from tierkv.storage.store import StoreConfig
 
 HOST_DEFAULT = "1GiB"
 """Host budget when a lower tier is asked for without saying how much."""
 NVME_DEFAULT = "8GiB"
+FLUSH_S = 30.0
+"""Longest wait at the end of a process for pages to become durable."""
 
 
 class WritePolicyChoice(StrEnum):
@@ -126,14 +129,19 @@ class CacheOptions:
     @property
     def host_bytes(self) -> int:
         """Host budget; 0 when there is no store. Raises ConfigError for a bad size."""
-        wanted = self.host_arena is not None or self.nvme_dir is not None
-        size = parse_size(self.host or (HOST_DEFAULT if wanted else "0"), "--host")
-        if wanted and size == 0:
+        default = HOST_DEFAULT if self.outlives_process else "0"
+        size = parse_size(default if self.host is None else self.host, "--host")
+        if self.outlives_process and size == 0:
             raise ConfigError(
                 "--host: expected a size above 0 with --host-arena or --nvme-dir, got 0; "
                 "pages reach the disk through host memory"
             )
         return size
+
+    @property
+    def outlives_process(self) -> bool:
+        """True when pages are found again by the next process."""
+        return self.host_arena is not None or self.nvme_dir is not None
 
     @property
     def nvme_bytes(self) -> int:
@@ -142,7 +150,7 @@ class CacheOptions:
             if self.nvme is not None:
                 raise ConfigError("--nvme: needs --nvme-dir; name the folder for the pages")
             return 0
-        return parse_size(self.nvme or NVME_DEFAULT, "--nvme")
+        return parse_size(NVME_DEFAULT if self.nvme is None else self.nvme, "--nvme")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,18 @@ def store_config_from_options(cache: CacheOptions) -> StoreConfig | None:
             admission=AdmissionName(cache.admission),
         ),
     )
+
+
+def keep_prefixes(engine: Engine) -> None:
+    """Send what the pool holds to the tiers below and wait, within a bound, until it is durable.
+
+    For the end of a process whose pages outlive it. Warns on standard error when time was short.
+    """
+    from tierkv.cli.console import write_note
+
+    engine.drop_gpu_cache()
+    if not engine.flush(FLUSH_S):
+        write_note(f"tierkv: warning: not every page was stored within {FLUSH_S:.0f} s")
 
 
 def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> EngineConfig:

@@ -113,4 +113,6 @@ def serve(
             ),
         )
         received = asyncio.run(run_server(api, BindOptions(bind, port, drain_s), announce))
+        if cache.outlives_process and engine.stopped is None:
+            shared.keep_prefixes(engine)
     return 130 if received == signal.SIGINT else 0
