@@ -20,6 +20,8 @@ Invariants, asserted by check(): edges are whole pages; siblings differ in their
 page is held twice; a node's reference count is the number of live handles on it and below it;
 evictable + protected == total tokens; every evictable leaf is queued; roots without children are
 gone. Chains of single children are allowed: a boundary split makes them.
+
+One file above 400 lines, because the five primitives share the split and the two token counts.
 """
 
 from __future__ import annotations
