@@ -103,22 +103,24 @@ class Offload:
         count = self._start(taken, [keys[i] for i in missing], run.prefix_tokens, hold=None)
         return taken[:count]
 
-    def published(self, match: Match, keys: Sequence[PageKey], first_page: int) -> None:
-        """Pages [first_page, match.page_count) are in the tree with their KV computed.
+    def published(self, hold: NodeRef, keys: Sequence[PageKey], first_page: int) -> None:
+        """Pages from `first_page` to the end of `hold` are in the tree with their KV computed.
 
-        Copies them now if the write policy says so. `keys` are those of the whole prefix.
+        Copies them now if the write policy says so, under a hold of its own. `keys` are those of
+        the whole prefix.
         """
-        if self._policy is WritePolicy.WRITE_BACK or first_page >= match.page_count:
+        page_count = hold.token_count // self._cache.page_tokens
+        if self._policy is WritePolicy.WRITE_BACK or first_page >= page_count:
             return
-        if not self._hot(match.node.hit_count):
+        if not self._hot(hold.node.hit_count):
             return
-        fresh = list(keys[first_page : match.page_count])
+        fresh = list(keys[first_page:page_count])
         missing = self._missing(fresh)
         if missing:
-            pages = match.pages[first_page:][missing]
-            hold = self._cache.lock(match)
+            pages = hold.pages[first_page:][missing]
+            own = self._cache.lock(Match(hold.node, hold.token_count, page_count))
             first_token = first_page * self._cache.page_tokens
-            self._start(pages, [fresh[i] for i in missing], first_token, hold)
+            self._start(pages, [fresh[i] for i in missing], first_token, own)
 
     def poll(self) -> int:
         """Take note of copies that ended; return how many. Called once a step."""

@@ -162,32 +162,33 @@ class Scheduler:
     def _admit_one(self, request: Request) -> bool:
         """Give the request its pages; False when there is no room now."""
         total = -(-(request.token_count + 1) // self.page_tokens)
-        match = self._match(request, touch=True)
-        hold = self._cache.lock(match)
-        fresh_count = total - match.page_count
+        # From here on the hold counts, not the match: what was matched beyond its end is not
+        # protected and may be evicted by the allocation.
+        hold = self._cache.lock(self._match(request, touch=True))
+        table = PageTable(self.page_tokens, hold.pages)
+        hit_pages = len(table)
         reserve = self._limits.watermark_pages if self.running else 0
         pages = None
-        if fresh_count + reserve <= self._cache.available_pages:
-            after = int(match.pages[-1]) if match.page_count else None
-            pages = self._allocate(fresh_count, after)
+        if total - hit_pages + reserve <= self._cache.available_pages:
+            pages = self._allocate(total - hit_pages, table.last_page)
         if pages is None:
             self._cache.unlock(hold)
             return False
         self.waiting.remove(request)
         self.running.append(request)
         request.hold = hold
-        request.shared_pages = match.page_count
-        request.table = PageTable(self.page_tokens, match.pages)
-        request.table.append(pages)
-        request.computed = match.token_count
+        request.shared_pages = hit_pages
+        request.table = table
+        table.append(pages)
+        request.computed = hold.token_count
         if request.admitted_s is None:
             request.admitted_s = self._clock.monotonic()
-            request.cached = CachedTokens(gpu=match.token_count)
-        if self._offload is not None and match.page_count:
-            self._offload.published(match, request.page_keys, 0)
+            request.cached = CachedTokens(gpu=hold.token_count)
+        if self._offload is not None and hit_pages:
+            self._offload.published(hold, request.page_keys, 0)
         restoring = 0
         if self._restore is not None:
-            restoring = self._restore.start(request, match.page_count, pages)
+            restoring = self._restore.start(request, hit_pages, pages)
         request.state = RequestState.RESTORING if restoring else RequestState.PREFILL
         return True
 
@@ -345,7 +346,7 @@ class Scheduler:
         request.table.replace(0, result.match.pages)
         first, request.shared_pages = request.shared_pages, pages
         if copy and self._offload is not None:
-            self._offload.published(result.match, request.page_keys, first)
+            self._offload.published(hold, request.page_keys, first)
 
     def _release(self, request: Request) -> None:
         """Give back everything a running request holds."""
