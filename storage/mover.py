@@ -118,6 +118,9 @@ class Mover:
         self._bandwidth = bandwidth
         self._nvme_reads = bandwidth.meter(nvme.name, Way.READ)
         self._nvme_writes = bandwidth.meter(nvme.name, Way.WRITE)
+        # Batches of all workers together must fit, or one would find every slot reserved.
+        share = nvme.stats().capacity_pages // (2 * limits.demote_threads)
+        self._batch_pages = max(1, min(limits.demote_batch_pages, share))
         self._changed = threading.Condition()
         self._demotes: deque[Job] = deque()
         self._promotes: deque[Job] = deque()
@@ -358,7 +361,7 @@ class Mover:
                 if self._promotes:
                     batch.append(self._promotes.popleft())
                 elif demotes:
-                    while self._demotes and len(batch) < self._limits.demote_batch_pages:
+                    while self._demotes and len(batch) < self._batch_pages:
                         batch.append(self._demotes.popleft())
                 for job in batch:
                     self._begin(job)
@@ -434,11 +437,12 @@ class Mover:
         """Copy what fits into `reservation`; returns the jobs written, ends those that failed."""
         written: list[Job] = []
         for index, job in enumerate(batch):
-            if self._must_cut(written):
-                self._requeue(batch[index:])
-                break
-            if len(written) == len(reservation):
+            if not reservation.slots:
+                # Requeueing would spin: nothing there can be reserved or evicted now.
                 self._abandon(batch[index:])
+                break
+            if len(written) == len(reservation) or self._must_cut(written):
+                self._requeue(batch[index:])
                 break
             try:
                 with self._host.view(job.source, 0) as payload:
