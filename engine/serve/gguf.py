@@ -1,8 +1,8 @@
 """Turns a GGUF file into a Hugging Face model folder, once, so that there is one load path.
 
-Owns the conversion (names, dequantisation to float32, llama.cpp's reordered q and k rows, config)
-and the cache of converted folders. The tokenizer part is engine/serve/gguf_tokenizer.py. Does not
-know how the model computes. Called by whoever accepts a model path from the user.
+Owns the conversion of weights (names, dequantisation to float32, llama.cpp's reordered q and k
+rows) and the cache of converted folders. engine/serve/gguf_config.py and gguf_tokenizer.py make the
+other files. Does not know how the model computes. Called by whoever accepts a model path from the user.
 
 Invariants: a converted folder appears complete under its final name or not at all, and survives a
 power loss from then on; its name depends on the source's size, mtime and first bytes and on
@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from tierkv.engine.serve.gguf_config import ROPE_FACTORS, GgufMetadata, damaged, hf_config
 from tierkv.engine.serve.gguf_tokenizer import write_tokenizer
 from tierkv.engine.serve.model_folder import (
     CONFIG_FILE,
@@ -49,11 +50,6 @@ LOCK_POLL_S = 0.1
 Progress = Callable[[int, int], None]
 """Called with (tensors converted, tensors in all), from the converting thread."""
 
-_ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-}
-
 _TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -72,7 +68,6 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def resolve_model(path: Path, cache_dir: Path, progress: Progress | None = None) -> Path:
@@ -113,9 +108,9 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     what was written by then stays in `folder`.
     """
     reader = _open(source)
-    metadata = _Metadata(source, reader)
+    metadata = GgufMetadata(source, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(metadata, tensors)
+    config = hf_config(metadata, tensors)
     _write_json(folder / CONFIG_FILE, config)
     generation = {
         key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None
@@ -125,153 +120,13 @@ def convert_gguf(source: Path, folder: Path, progress: Progress | None = None) -
     _write_weights(source, folder, config, tensors, progress)
 
 
-class _Metadata:
-    """The key-value part of a GGUF file, decoded once; wrong entries are ModelErrors."""
-
-    def __init__(self, path: Path, reader: gguf.GGUFReader) -> None:
-        self.path = path
-        self.values: dict[str, Any] = {}
-        try:
-            for name, field in reader.fields.items():
-                self.values[name] = field.contents()
-        except (ValueError, IndexError) as error:
-            raise _damaged(path, error) from error
-        architecture = self.values.get("general.architecture")
-        if architecture not in _ARCHITECTURES:
-            raise ModelError(
-                f"load model: {path} has architecture {architecture!r}; "
-                f"supported are {', '.join(_ARCHITECTURES)}"
-            )
-        self.architecture: str = architecture
-
-    def own(self, name: str, default: Any = None) -> Any:
-        """The value of `<architecture>.<name>`."""
-        return self.values.get(f"{self.architecture}.{name}", default)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = self.own(name, default)
-        if type(value) is not int or value < 1:
-            raise ModelError(
-                f"load model: {self.path}: expected {self.architecture}.{name} to be a positive "
-                f"integer, got {value!r}"
-            )
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        value = self.own(name, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise ModelError(
-                f"load model: {self.path}: expected {self.architecture}.{name} to be a positive "
-                f"number, got {value!r}"
-            )
-        # GGUF holds float32; the shortest decimal that gives it is what the author wrote.
-        return float(str(np.float32(value)))
-
-
 def _open(path: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     except OSError as error:
         raise ModelError(f"read {path}: {error.strerror}; check path and permissions") from error
-
-
-def _damaged(path: Path, error: Exception) -> ModelError:
-    reason = " ".join(str(error).split())
-    return ModelError(f"read {path}: damaged or truncated GGUF ({reason}); download it again")
-
-
-def _config(metadata: _Metadata, tensors: dict[str, gguf.ReaderTensor]) -> dict[str, Any]:
-    """The config.json of the model."""
-    class_name, model_type = _ARCHITECTURES[metadata.architecture]
-    heads = metadata.integer("attention.head_count")
-    hidden = metadata.integer("embedding_length")
-    head_dim = metadata.integer("attention.key_length", hidden // heads)
-    embedding = tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ModelError(
-            f"load model: {metadata.path} has no matrix token_embd.weight; it is incomplete"
-        )
-    _refuse_unsupported(metadata, head_dim)
-    theta = metadata.number("rope.freq_base", 10000.0)
-    return {
-        "architectures": [class_name],
-        "model_type": model_type,
-        "vocab_size": int(embedding.shape[1]),
-        "hidden_size": hidden,
-        "intermediate_size": metadata.integer("feed_forward_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(metadata, tensors.get(_ROPE_FACTORS), theta, head_dim),
-        "max_position_embeddings": metadata.integer("context_length"),
-        "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "bos_token_id": metadata.values.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.values.get("tokenizer.ggml.eos_token_id"),
-        "torch_dtype": "float32",
-    }
-
-
-def _refuse_unsupported(metadata: _Metadata, head_dim: int) -> None:
-    reasons = {
-        "a mixture of experts": bool(metadata.own("expert_count", 0)),
-        "sliding-window attention": bool(metadata.own("attention.sliding_window", 0)),
-        "values of another size than keys": metadata.own("attention.value_length", head_dim)
-        != head_dim,
-        "partial rotary embeddings": metadata.own("rope.dimension_count", head_dim) != head_dim,
-    }
-    for reason, present in reasons.items():
-        if present:
-            raise ModelError(
-                f"load model: {metadata.path} uses {reason}, which is not supported; "
-                "choose another model"
-            )
-
-
-def _rope_scaling(
-    metadata: _Metadata, factors: gguf.ReaderTensor | None, theta: float, head_dim: int
-) -> dict[str, Any] | None:
-    kind = metadata.own("rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise ModelError(
-            f"load model: {metadata.path} uses rope scaling {kind!r}; supported are none, linear"
-        )
-    if factors is not None:
-        return _llama3_scaling(metadata.path, np.asarray(factors.data), theta, head_dim)
-    if kind == "none":
-        return None
-    return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor", 1.0)}
-
-
-def _llama3_scaling(
-    path: Path, stored: NDArray[np.float32], theta: float, head_dim: int
-) -> dict[str, Any]:
-    """Recover Llama 3's scaling parameters from the per-frequency divisors that GGUF stores.
-
-    The four parameters are not in the file. Llama 3.1 to 3.3 differ in the factor only, which is
-    the largest divisor; the guess is checked against every stored divisor.
-    """
-    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
-    wavelength = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    divisors = 1 / ((1 - smooth) / factor + smooth)
-    if stored.shape != divisors.shape or not np.allclose(stored, divisors, rtol=1e-4):
-        raise ModelError(
-            f"load model: {path} has rope factors other than those of Llama 3; not supported"
-        )
-    return {
-        "rope_type": "llama3",
-        "factor": factor,
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": original,
-    }
 
 
 def _hf_name(path: Path, name: str) -> str:
@@ -329,7 +184,7 @@ def _write_weights(
     shards: list[list[gguf.ReaderTensor]] = [[]]
     shard_bytes = 0
     for name, tensor in tensors.items():
-        if name == _ROPE_FACTORS:
+        if name == ROPE_FACTORS:
             continue
         size = int(tensor.n_elements) * 4
         if shards[-1] and shard_bytes + size > SHARD_BYTES_MAX:

@@ -112,7 +112,7 @@ def _style(source: Path, values: dict[str, Any]) -> _Style:
             "converted: use the model's Hugging Face folder"
         )
     name = values.get("tokenizer.ggml.pre")
-    if name not in _STYLES:
+    if not isinstance(name, str) or name not in _STYLES:
         raise ModelError(
             f"load model: {source} has pre-tokenizer {name!r}; known are {', '.join(_STYLES)}: "
             "use the model's Hugging Face folder"

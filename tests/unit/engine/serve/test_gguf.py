@@ -27,6 +27,7 @@ from tests.support.model_files import (
 from tierkv.engine.serve import gguf as conversion
 from tierkv.engine.serve.chat import ChatTemplate
 from tierkv.engine.serve.gguf import resolve_model
+from tierkv.engine.serve.gguf_config import llama3_scaling
 from tierkv.engine.serve.model_config import ModelConfig, RopeScaling
 from tierkv.engine.serve.model_folder import load_config, load_weights
 from tierkv.engine.serve.tokenizer import Tokenizer
@@ -220,6 +221,7 @@ def test_damaged_files(tmp_path: Path) -> None:
     ("extra", "fragment"),
     [
         ({"tokenizer.ggml.pre": "viking"}, "'viking'"),
+        ({"tokenizer.ggml.pre": [1]}, "[1]"),
         ({"tokenizer.ggml.model": "llama"}, "'llama' tokenizer"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.attention.sliding_window": 4096}, "sliding-window"),
@@ -287,7 +289,7 @@ def test_llama3_rope_factors_are_recognised(tmp_path: Path) -> None:
             smooth = (8192 / wavelength - 1) / 3
             divisors.append(1 / ((1 - smooth) / factor + smooth))
     stored = np.array(divisors, dtype=np.float32)
-    scaling = conversion._llama3_scaling(tmp_path, stored, theta, head_dim)
+    scaling = llama3_scaling(tmp_path, stored, theta, head_dim)
     assert scaling == {
         "rope_type": "llama3",
         "factor": 32.0,
@@ -296,7 +298,7 @@ def test_llama3_rope_factors_are_recognised(tmp_path: Path) -> None:
         "original_max_position_embeddings": 8192,
     }
     with pytest.raises(ModelError, match="other than those of Llama 3"):
-        conversion._llama3_scaling(tmp_path, stored * 2, theta, head_dim)
+        llama3_scaling(tmp_path, stored * 2, theta, head_dim)
 
 
 @pytest.mark.parametrize(
