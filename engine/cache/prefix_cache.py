@@ -57,9 +57,9 @@ class PrefixCache:
         """Pages that are free or would be after evicting all that nobody holds."""
         return self.pool.free_count + self.tree.evictable_tokens // self.page_tokens
 
-    def match(self, tokens: PackedTokens, extra_key: bytes, *, touch: bool = False) -> Match:
-        """Longest cached prefix. Protects nothing; with `touch`, counts as a use."""
-        return self.tree.match(tokens, extra_key, touch=touch)
+    def match(self, tokens: PackedTokens, extra_key: bytes) -> Match:
+        """Longest cached prefix. Protects nothing and leaves no trace."""
+        return self.tree.match(tokens, extra_key)
 
     def lock(self, match: Match) -> NodeRef:
         """Protect a matched prefix from eviction until unlock()."""
@@ -68,6 +68,10 @@ class PrefixCache:
     def unlock(self, hold: NodeRef) -> None:
         """End one lock(). Each hold ends once."""
         self.tree.unlock(hold)
+
+    def touch(self, hold: NodeRef) -> None:
+        """Count one use of a locked prefix, for the eviction policy."""
+        self.tree.touch(hold.node)
 
     def allocate(self, count: int, after: int | None = None) -> PageArray | None:
         """Take `count` pages, evicting what nobody holds; None when even that is not enough now.

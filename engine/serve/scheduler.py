@@ -139,9 +139,9 @@ class Scheduler:
 
         return sorted(self.waiting, key=rank)
 
-    def _match(self, request: Request, *, touch: bool = False) -> Match:
+    def _match(self, request: Request) -> Match:
         usable = request.restorable_pages(self.page_tokens) * self.page_tokens
-        return self._cache.match(request.packed_prefix(usable), request.namespace, touch=touch)
+        return self._cache.match(request.packed_prefix(usable), request.namespace)
 
     def _keys_being_produced(self) -> Counter[PageKey]:
         """Keys of pages that a running request is computing or restoring now."""
@@ -164,7 +164,8 @@ class Scheduler:
         total = -(-(request.token_count + 1) // self.page_tokens)
         # From here on the hold counts, not the match: what was matched beyond its end is not
         # protected and may be evicted by the allocation.
-        hold = self._cache.lock(self._match(request, touch=True))
+        hold = self._cache.lock(self._match(request))
+        self._cache.touch(hold)
         table = PageTable(self.page_tokens, hold.pages)
         hit_pages = len(table)
         reserve = self._limits.watermark_pages if self.running else 0
