@@ -54,7 +54,7 @@ class BlockFile(Protocol):
         ...
 
     def truncate(self, nbytes: int) -> None:
-        """Cut the file to `nbytes`."""
+        """Cut the file to `nbytes`, or stretch it with a hole that takes no space."""
         ...
 
     def size(self) -> int:

@@ -573,6 +573,7 @@ class NvmeTier(Tier):
             log.warning("nvme root=%s dropped_index_entries=%d", self._root.root, len(bad))
             self._index.apply(bad, [])
         # Only now, with those entries gone for good, may the files behind them be cut.
+        self._segments.close_gaps()
         self._segments.shrink(geometry.slot_count)
         self._recency = RecencyFile(folder / "recency.bin", self._device)
         undo.callback(self._recency.close)

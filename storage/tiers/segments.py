@@ -67,6 +67,17 @@ class SegmentFiles:
                 break
         return count
 
+    def close_gaps(self) -> None:
+        """Stretch files that are missing or short before the last one, without taking space.
+
+        Their pages are gone; their slots can be written again.
+        """
+        full = self.slots_per_segment * self.slot_bytes
+        for number in range(len(self._files) - 1):
+            if self._sizes[number] < full:
+                self._files[number].truncate(full)
+                self._sizes[number] = full
+
     def present(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these slots lie wholly inside a file."""
         if not self._sizes:
