@@ -2,7 +2,8 @@
 
 Owns the conversion of weights (names, dequantisation to float32, llama.cpp's reordered q and k
 rows) and the cache of converted folders. engine/serve/gguf_config.py and gguf_tokenizer.py make the
-other files. Does not know how the model computes. Called by whoever accepts a model path from the user.
+other files. Does not know how the model computes. Called by whoever accepts a
+model path from the user.
 
 Invariants: a converted folder appears complete under its final name or not at all, and survives a
 power loss from then on; its name depends on the source's size, mtime and first bytes and on
@@ -153,7 +154,8 @@ def _dequantise(
 ) -> NDArray[np.float32]:
     try:
         array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
+    except RuntimeError as error:
+        # The library's error for a type that it cannot dequantise is of this family.
         raise ModelError(
             f"load model: {path}: tensor {tensor.name} is {tensor.tensor_type.name}, "
             "which cannot be dequantised; choose another quantisation"

@@ -269,6 +269,18 @@ def test_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     _fails(path, tmp_path / "cache", "'gemma'", "llama, qwen3")
 
 
+def test_tensor_type_that_holds_no_floats(tmp_path: Path) -> None:
+    path = _write(tmp_path / "odd.gguf", _model(tmp_path))
+    whole = bytearray(path.read_bytes())
+    # The tensor's entry: its name, dimensions (u32), one size (u64), then the type (u32).
+    name = b"output_norm.weight"
+    kind = whole.index(name) + len(name) + 4 + 8
+    assert whole[kind : kind + 4] == bytes(4)
+    whole[kind] = 26
+    path.write_bytes(whole)
+    _fails(path, tmp_path / "cache", "output_norm.weight is I32", "another quantisation")
+
+
 def test_linear_rope_scaling(tmp_path: Path) -> None:
     extra = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
     path = _write(tmp_path / "tiny.gguf", _model(tmp_path), extra=extra)
