@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -108,6 +109,8 @@ def _locked(path: Path, operation: str) -> Iterator[int]:
     except OSError as error:
         raise ConfigError(f"{operation}: {error.strerror}; check the path") from error
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"{operation}: not a file; check the path")
         if not try_lock(fd):
             raise DirectoryInUseError(
                 f"{operation}: a process has it open; ask that process instead, with --url"
