@@ -22,11 +22,14 @@ from tierkv.engine.serve.kv_pool import KVPool
 class AttentionPlan(Protocol):
     """Attention of one batch over one pool."""
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """Causal attention of the new tokens over their contexts, grouped-query.
 
-        `query` is [n, heads, head_dim], rotated; K and V of the new tokens are in the pool
-        already. Returns a new tensor [n, heads * head_dim]. Scale is 1 / sqrt(head_dim).
+        `query` is [n, heads, head_dim], `key` and `value` [n, kv_heads, head_dim], rotated; K
+        and V are in the pool already as well. Returns a tensor [n, heads * head_dim]. Scale is
+        1 / sqrt(head_dim).
         """
         ...
 

@@ -1,69 +1,244 @@
 """Attention on the CPU in float32, reading K and V where they lie.
 
 The allocator prefers ascending runs of pages, so a context is mostly one or a few runs of
-consecutive slots: each is a view of the pool, read once for all query heads that share it.
+consecutive token slots. Each run is a view of the pool and is attended by itself; the partial
+results are merged by their log-sum-exp, so no bias matrix and no copy of K and V is made. A
+context in more than RUNS_MAX runs is gathered instead.
+
+Who reads what, for a sequence with `past` cached tokens and `query_len` new ones:
+
+    decode (query_len 1)   all context_len tokens from the pool; the query heads that share a
+                           K/V head are the rows of one product, so K and V are read once
+    prefill chunk          the past from the pool, unmasked; the chunk itself from the fresh
+                           key and value rows, causal
+
 Called through attention.plan_attention.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from tierkv.engine.serve.batch import ForwardBatch, SequenceSpan
+from tierkv.engine.serve.batch import ForwardBatch, Int32Array, SequenceSpan
 from tierkv.engine.serve.kv_pool import KVPool
+
+RUNS_MAX = 4
+"""Merging one more run costs about as much as copying this many tokens' share of K and V."""
+SPLIT_TOKENS_MIN = 512
+"""Shortest part worth splitting a decode's run into, to occupy all threads."""
+
+Partial = tuple[torch.Tensor, torch.Tensor]
+"""Attention over part of a context, [parts, heads, rows, head_dim], and its log-sum-exp
+[parts, heads, rows]."""
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, torch.Tensor | None], Partial]
 
 
 class CpuAttention:
     """AttentionPlan over views of the pool."""
 
     def __init__(self, batch: ForwardBatch, pool: KVPool) -> None:
-        self._pool = pool
-        self._spans = batch.sequences
-        self._runs = [token_runs(span, pool.page_tokens) for span in batch.sequences]
-        self._masks = [_mask(span) for span in batch.sequences]
+        self._steps: list[_Decodes | _Chunk] = []
+        for decode, group in itertools.groupby(batch.sequences, lambda s: s.query_len == 1):
+            if decode:
+                self._steps.append(_Decodes(list(group), pool))
+            else:
+                self._steps.extend(_Chunk(span, pool) for span in group)
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
         """See AttentionPlan."""
-        keys, values = self._pool.layer(layer)
-        out = torch.empty_like(query)
-        for span, runs, mask in zip(self._spans, self._runs, self._masks, strict=True):
-            end = span.query_start + span.query_len
-            done = F.scaled_dot_product_attention(
-                query[span.query_start : end].transpose(0, 1).unsqueeze(0),
-                _gather(keys, runs).transpose(0, 1).unsqueeze(0),
-                _gather(values, runs).transpose(0, 1).unsqueeze(0),
-                attn_mask=mask,
-                enable_gqa=True,
-            )
-            out[span.query_start : end] = done[0].transpose(0, 1)
-        return out.flatten(1)
+        done = [step.attend(layer, query, key, value) for step in self._steps]
+        return done[0] if len(done) == 1 else torch.cat(done)
 
 
-def token_runs(span: SequenceSpan, page_tokens: int) -> list[tuple[int, int]]:
-    """Half-open runs of consecutive token slots that make up the context, in token order."""
-    pages = span.pages
-    breaks = np.flatnonzero(np.diff(pages) != 1) + 1
-    starts = np.concatenate(([0], breaks))
-    ends = np.concatenate((breaks, [len(pages)]))
+class _Decodes:
+    """Neighbouring sequences with one new token each."""
+
+    def __init__(self, spans: list[SequenceSpan], pool: KVPool) -> None:
+        self._start = spans[0].query_start
+        self._end = self._start + len(spans)
+        self._contexts = [_Context(span, span.context_len, pool, split=True) for span in spans]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        kv_heads, head_dim = key.shape[1:]
+        rows = query[self._start : self._end].view(
+            -1, kv_heads, query.shape[1] // kv_heads, head_dim
+        )
+        done = torch.cat(
+            [
+                _merge(context.attend(layer, row))
+                for context, row in zip(self._contexts, rows.split(1), strict=True)
+            ]
+        )
+        return done.view(len(self._contexts), -1)
+
+
+class _Chunk:
+    """Several new tokens of one sequence."""
+
+    def __init__(self, span: SequenceSpan, pool: KVPool) -> None:
+        self._rows = slice(span.query_start, span.query_start + span.query_len)
+        past = span.context_len - span.query_len
+        self._past = _Context(span, past, pool, split=False) if past else None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = (part[self._rows].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
+        partials = [_kernel(q, k, v, True, None)]
+        if self._past is not None:
+            partials.extend(self._past.attend(layer, q))
+        return _merge(partials)[0].transpose(0, 1).flatten(1)
+
+
+class _Context:
+    """The first `tokens` tokens of a sequence in the pool, as views or as a gather."""
+
+    def __init__(self, span: SequenceSpan, tokens: int, pool: KVPool, split: bool) -> None:
+        self._pool = pool
+        self._tokens = tokens
+        runs = token_runs(span.pages, tokens, pool.page_tokens)
+        self._pages: torch.Tensor | None = None
+        self._runs: list[_Run] = []
+        if len(runs) > RUNS_MAX:
+            count = -(-tokens // pool.page_tokens)
+            self._pages = torch.from_numpy(span.pages[:count]).long()
+        else:
+            self._runs = [_Run(pool, start, end, split) for start, end in runs]
+
+    def attend(self, layer: int, query: torch.Tensor) -> list[Partial]:
+        """Unmasked attention of `query` [1, heads, rows, head_dim], one partial per run."""
+        if self._pages is None:
+            return [run.attend(layer, query) for run in self._runs]
+        gathered = self._pool.kv[layer].index_select(1, self._pages).flatten(1, 2)
+        keys, values = gathered[:, : self._tokens].transpose(1, 2).unsqueeze(1)
+        return [_kernel(query, keys, values, False, None)]
+
+
+class _Run:
+    """Token slots [start, end) as views of every layer, cut into equal parts for the threads.
+
+    Parts must lie at equal distances to be one view, so all have the length of the longest and
+    may overlap the next part's first tokens, which are masked.
+    """
+
+    def __init__(self, pool: KVPool, start: int, end: int, split: bool) -> None:
+        layers, _, _, _, kv_heads, head_dim = pool.kv.shape
+        length = end - start
+        self._parts = _part_count(length, kv_heads) if split else 1
+        step = length // self._parts
+        longest = length - step * (self._parts - 1)
+        token = kv_heads * head_dim
+        side = pool.num_pages * pool.page_tokens * token
+        views = pool.kv.as_strided(
+            (layers * 2, self._parts, kv_heads, longest, head_dim),
+            (side, step * token, head_dim, token, 1),
+            pool.kv.storage_offset() + start * token,
+        ).unbind(0)
+        self._keys, self._values = views[::2], views[1::2]
+        self._mask: torch.Tensor | None = None
+        if longest > step:
+            self._mask = torch.zeros((self._parts, 1, 1, longest))
+            self._mask[:-1, ..., step:] = -math.inf
+
+    def attend(self, layer: int, query: torch.Tensor) -> Partial:
+        if self._parts > 1:
+            query = query.expand(self._parts, -1, -1, -1)
+        return _kernel(query, self._keys[layer], self._values[layer], False, self._mask)
+
+
+def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[int, int]]:
+    """Half-open runs of consecutive token slots that hold the first `tokens`, in token order."""
+    pages = pages[: -(-tokens // page_tokens)]
+    breaks = (np.flatnonzero(np.diff(pages) != 1) + 1).tolist()
     runs = [
-        (int(pages[a]) * page_tokens, (int(pages[b - 1]) + 1) * page_tokens)
-        for a, b in zip(starts, ends, strict=True)
+        (int(pages[first]) * page_tokens, (int(pages[last - 1]) + 1) * page_tokens)
+        for first, last in zip([0, *breaks], [*breaks, len(pages)], strict=True)
     ]
-    surplus = len(pages) * page_tokens - span.context_len
+    surplus = len(pages) * page_tokens - tokens
     runs[-1] = (runs[-1][0], runs[-1][1] - surplus)
     return runs
 
 
-def _gather(slots: torch.Tensor, runs: list[tuple[int, int]]) -> torch.Tensor:
-    if len(runs) == 1:
-        return slots[runs[0][0] : runs[0][1]]
-    return torch.cat([slots[start:end] for start, end in runs])
+def _part_count(length: int, kv_heads: int) -> int:
+    """Fewest parts with the least work for the busiest thread; a part's head is a unit."""
+    threads = torch.get_num_threads()
+    counts = range(1, max(1, min(length // SPLIT_TOKENS_MIN, threads)) + 1)
+    return min(counts, key=lambda count: -(-count * kv_heads // threads) / count)
 
 
-def _mask(span: SequenceSpan) -> torch.Tensor | None:
-    if span.query_len == 1:
-        return None
-    last = torch.arange(span.context_len - span.query_len, span.context_len)
-    return torch.arange(span.context_len).unsqueeze(0) <= last.unsqueeze(1)
+def _merge(partials: list[Partial]) -> torch.Tensor:
+    """Weigh the parts of one context by their log-sum-exp; [1, heads, rows, head_dim]."""
+    if len(partials) == 1 and len(partials[0][0]) == 1:
+        return partials[0][0]
+    outs = torch.cat([out for out, _ in partials])
+    weights = torch.cat([sums for _, sums in partials]).softmax(0)
+    return (outs * weights.unsqueeze(-1)).sum(0, keepdim=True)
+
+
+def flash_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> Partial:
+    """torch's blocked CPU kernel. `mask` is added to the scores; see `plain_kernel`."""
+    kernel: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    partial: Partial = kernel(query, key, value, 0.0, causal, attn_mask=mask)
+    return partial
+
+
+def plain_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> Partial:
+    """The same in public operators, for a torch without the private kernel.
+
+    `query` [parts, heads, rows, head_dim]; `key`, `value` [parts, kv_heads, tokens, head_dim].
+    """
+    group = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+    scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    if mask is not None:
+        scores = scores + mask
+    sums = scores.logsumexp(-1)
+    return (scores - sums.unsqueeze(-1)).exp() @ value, sums
+
+
+def _choose_kernel() -> Kernel:
+    """Take the private kernel only if it is there and agrees with the plain one."""
+    if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
+        return plain_kernel
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn((2, 6, 5, 8), generator=generator)
+    key, value = torch.randn((2, 2, 2, 5, 8), generator=generator)
+    mask = torch.zeros((2, 1, 1, 5))
+    mask[0, ..., 4:] = -math.inf
+    for causal, bias in ((True, None), (False, mask)):
+        got = flash_kernel(query, key, value, causal, bias)
+        expected = plain_kernel(query, key, value, causal, bias)
+        if not all(
+            a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+            for a, b in zip(got, expected, strict=True)
+        ):
+            return plain_kernel
+    return flash_kernel
+
+
+_kernel = _choose_kernel()

@@ -41,8 +41,10 @@ class GatherAttention:
         device = pool.kv.device
         self._groups = [_group(spans, pool.page_tokens, device) for spans in by_length.values()]
 
-    def attend(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """See AttentionPlan. Costs one copy of every context's K and V."""
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """See AttentionPlan. Costs one copy of every context's K and V, taken from the pool."""
         keys, values = self._pool.layer(layer)
         out = torch.empty_like(query)
         for group in self._groups:

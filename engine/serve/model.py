@@ -96,7 +96,7 @@ class DecoderModel:
             values.index_copy_(0, slots, value)
             if before_layer is not None:
                 before_layer(index)
-            hidden += layer.output(plan.attend(index, query))
+            hidden += layer.output(plan.attend(index, query, key, value))
             gate, up = layer.gate_up(self._rms(hidden, layer.post_norm)).chunk(2, dim=-1)
             hidden += layer.down(F.silu(gate) * up)
         rows = torch.from_numpy(batch.logit_rows).to(self.device)
@@ -104,7 +104,13 @@ class DecoderModel:
         return self._head(wanted).float()
 
     def _rms(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(hidden, (hidden.shape[-1],), weight, self.config.rms_norm_eps)
+        size, eps = hidden.shape[-1], self.config.rms_norm_eps
+        if self.device.type != "cpu":
+            return F.rms_norm(hidden, (size,), weight, eps)
+        # torch's CPU version is a chain of more operators, each a pass over all rows.
+        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+        scale = norm.square_().div_(size).add_(eps).rsqrt_()
+        return (hidden * scale).mul_(weight)
 
     def _heads(
         self, layer: _Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
