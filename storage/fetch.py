@@ -117,7 +117,7 @@ class TieredFetch(Fetch):
             wait_s = min(timeout_s, self.deadline - started)
             self._cond.wait_for(lambda: self._settled, max(0.0, wait_s))
             # Taking nothing but what is there already (timeout 0) says nothing about the tier.
-            late = not self._settled and (timeout_s > 0 or wait_s <= 0)
+            late = not self._settled and (timeout_s > 0 or started >= self.deadline)
             pages, self._pages = self._pages, []
             self._closed = True
         self._owner.detach(self, late)

@@ -82,7 +82,8 @@ class Job:
 class MoverLimits:
     """Bounds of one mover."""
 
-    demote_queue_pages: int = 256
+    demote_queue_pages: int = 1024
+    """Queued and running. Each pins its page in host; past it, stores are dropped and counted."""
     promote_queue_pages: int = 1024
     demote_threads: int = 2
     promote_threads: int = 2

@@ -111,9 +111,11 @@ class Promoter:
         with self._lock:
             run = self._pin_run(fetch.keys)
             fetch.begin(run)
-            if any(page.lease is None for page in run):
-                off = fetch.cut(self._start_promotions(fetch, run))
-                self.unpin(off)
+            reach = next((i for i, page in enumerate(run) if page.lease is None), len(run))
+            if reach < len(run):
+                # Without time for a read, none is started: its lateness would blame nvme.
+                reach = self._start_promotions(fetch, run) if deadline_s > 0 else reach
+                self.unpin(fetch.cut(reach))
             if not fetch.done:
                 self._watched[fetch] = self._watch.add(deadline, fetch.expire)
         return fetch

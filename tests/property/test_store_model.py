@@ -221,8 +221,7 @@ class Driver:
             lease.release()
 
     def quiet(self) -> None:
-        assert self.store._lower is not None
-        assert self.store._lower.mover.wait_quiet(WAIT_S)
+        assert self.store.wait_quiet(WAIT_S)
         self.store.check()
 
     def count_up(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -55,8 +56,7 @@ class Rig:
         return gate
 
     def quiet(self) -> None:
-        assert self.store._lower is not None
-        assert self.store._lower.mover.wait_quiet(WAIT_S)
+        assert self.store.wait_quiet(WAIT_S)
         self.store.check()
 
     def only_on_nvme(self, *numbers: int) -> list[PageKey]:
@@ -400,9 +400,39 @@ def test_h1_take_waits_no_longer_than_its_own_timeout(make_rig: RigMaker) -> Non
 def test_take_of_what_is_there_is_not_held_against_nvme(make_rig: RigMaker) -> None:
     rig = make_rig()
     rig.hold("read")
-    for _ in range(5):
-        rig.store.fetch(rig.only_on_nvme(), WAIT_S).take(0.0).release()
+    for number in range(5):
+        rig.store.fetch(rig.only_on_nvme(number), WAIT_S).take(0.0).release()
     assert rig.store.stats().late_fetches == 0
+
+
+def test_a_fetch_without_time_reads_nothing_and_blames_nobody(make_rig: RigMaker) -> None:
+    rig = make_rig()
+    put_store(rig.store, page_keys(0))
+    rig.quiet()
+    keys = [page_key(0), *rig.only_on_nvme(1)]
+    fetch = rig.store.fetch(keys, 0.0)
+    assert fetch.done
+    with fetch.take(WAIT_S) as lease:
+        assert lease.keys == page_keys(0)
+    assert rig.nvme.calls["read"] == 0
+    assert rig.store.stats().late_fetches == 0
+
+
+def test_drop_removes_the_copies_of_one_tier(make_rig: RigMaker) -> None:
+    rig = make_rig(THROUGH)
+    put_store(rig.store, page_keys(0, 1))
+    rig.quiet()
+    with rig.store.fetch(page_keys(0), WAIT_S).take(WAIT_S) as lease:
+        assert rig.store.drop(page_keys(0, 1, 2), HOST) == 2
+        assert rig.store.lookup(page_keys(0, 1)) == [NVME, NVME]
+        # Its reader goes on with the dropped copy while the key is written again beside it.
+        put_store(rig.store, page_keys(0))
+        rig.store.check()
+        assert bytes(lease.views[0]) == page_content(page_key(0), PAGE_BYTES)
+    assert rig.store.drop(page_keys(0, 1), NVME) == 2
+    assert rig.store.lookup(page_keys(0, 1)) == [HOST, None]
+    with pytest.raises(ValueError, match="no tier remote"):
+        rig.store.drop(page_keys(0), TierName.REMOTE)
 
 
 @pytest.mark.parametrize("outcome", [ReadOutcome.CORRUPT, ReadOutcome.FAILED])
@@ -723,3 +753,43 @@ def test_a_second_store_on_the_same_folder_is_refused_and_the_first_goes_on(
     assert take_content(store, page_keys(0)) == 1
     store.close()
     TieredStore.open(config(tmp_path)).close()
+
+
+def test_h3_l2_many_threads_leave_nothing_behind(tmp_path: Path) -> None:
+    rules = replace(BACK, mover=MoverLimits(demote_queue_pages=3, demote_batch_pages=2))
+    store = TieredStore.open(config(tmp_path, rules=rules, host_arena_path=None))
+    wrong: list[BaseException] = []
+
+    def engine(seed: int) -> None:
+        rng = random.Random(seed)
+        try:
+            for _ in range(150):
+                start = rng.randrange(30)
+                keys = page_keys(*range(start, start + rng.randint(1, 4)))
+                choice = rng.random()
+                if choice < 0.4:
+                    put_store(store, keys)
+                elif choice < 0.5:
+                    store.fetch(keys, WAIT_S).cancel()
+                elif choice < 0.6:
+                    store.fetch(keys, 0.0).take(0.0).release()
+                else:
+                    take_content(store, keys)
+        except BaseException as error:
+            wrong.append(error)
+            raise
+
+    threads = [threading.Thread(target=engine, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not any(thread.is_alive() for thread in threads), "an engine hangs"
+    assert wrong == []
+    assert store.wait_quiet(WAIT_S)
+    store.check()
+    stats = store.stats()
+    assert [(tier.leased_pages, tier.reserved_pages) for tier in stats.tiers] == [(0, 0)] * 2
+    assert (stats.mover.failed, stats.mover.worker_restarts) == (0, 0)
+    assert all(tier.corrupt == 0 for tier in stats.tiers)
+    store.close()
