@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import signal
 from typing import Annotated
 
 import typer
 
 from tierkv.cli import options as shared
-from tierkv.cli.console import write_json, write_line
+from tierkv.cli.console import write_json, write_line, write_note
 from tierkv.config import parse_size
+from tierkv.storage.errors import ConfigError
 
 
 def serve(
@@ -69,6 +71,10 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, in the OpenAI API's shape."""
     body_bytes_max = parse_size(max_body, "--max-body")
+    if api_key == "":
+        raise ConfigError("--api-key: expected a key, got nothing; leave the option out for none")
+    if api_key is None and not _is_loopback(bind):
+        write_note(f"tierkv: warning: anybody who reaches {bind} can use this server; set a key")
     cache = shared.CacheOptions(
         page_tokens=page_tokens,
         pool=pool,
@@ -116,3 +122,11 @@ def serve(
         if cache.outlives_process and engine.stopped is None:
             shared.keep_prefixes(engine)
     return 130 if received == signal.SIGINT else 0
+
+
+def _is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -75,7 +75,8 @@ def opened_store(folder: Path) -> Iterator[None]:
 
 
 def generate(cli: Cli, model: Path, *arguments: str | Path) -> tuple[int, str, str]:
-    return cli("generate", "--model", model, "--prompt", "the", "--max-tokens", "1", *arguments)
+    common = ("--model", model, "--prompt", "the", "--max-tokens", "1", "--pool", "8MiB")
+    return cli("generate", *common, *arguments)
 
 
 def places(folder: Path) -> tuple[str | Path, ...]:
@@ -235,6 +236,33 @@ def test_model_without_a_template_cannot_chat(cli: Cli, model: Path) -> None:
     del config["chat_template"]
     write_json(model / "tokenizer_config.json", config)
     refused(generate(cli, model, "--chat"), 2, "chat template")
+
+
+# Servers
+
+
+def test_a1_empty_key_is_no_key(cli: Cli, tiny: Path) -> None:
+    refused(cli("engine", "serve", "--model", tiny, "--api-key", ""), 2, "--api-key")
+
+
+def test_a1_public_server_without_a_key_is_warned_about(cli: Cli, tmp_path: Path) -> None:
+    arguments = ("engine", "serve", "--model", tmp_path / "nowhere", "--bind")
+    assert "set a key" in cli(*arguments, "0.0.0.0")[2]
+    assert "set a key" not in cli(*arguments, "0.0.0.0", "--api-key", "k")[2]
+    for loopback in ("127.0.0.1", "::1", "localhost"):
+        assert "set a key" not in cli(*arguments, loopback)[2]
+
+
+def test_server_on_an_address_that_is_not_ours(cli: Cli, tiny: Path) -> None:
+    sizes = ("--pool", "8MiB", "--host", "0")
+    arguments = ("--model", tiny, "--bind", "192.0.2.1", "--api-key", "k", *sizes)
+    refused(cli("engine", "serve", *arguments), 2, "listen on 192.0.2.1")
+
+
+@pytest.mark.parametrize("option", ["--max-body", "--pool", "--host", "--nvme"])
+def test_bad_size_of_a_server(cli: Cli, tiny: Path, tmp_path: Path, option: str) -> None:
+    arguments = ("--model", tiny, "--nvme-dir", tmp_path / "nvme", option, "much")
+    refused(cli("engine", "serve", *arguments), 2, f"{option}: expected a size")
 
 
 # The real process

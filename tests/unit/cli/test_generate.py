@@ -14,6 +14,7 @@ import pytest
 from tests.unit.cli.conftest import Cli
 
 WORDS = "the and " * 40
+SMALL = ("--pool", "8MiB")
 
 
 def _json(result: tuple[int, str, str]) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def _json(result: tuple[int, str, str]) -> dict[str, Any]:
 
 def test_json_is_the_whole_output(cli: Cli, tiny: Path) -> None:
     output = _json(
-        cli("generate", "--model", tiny, "--prompt", "the", "--max-tokens", "3", "--json")
+        cli("generate", *SMALL, "--model", tiny, "--prompt", "the", "--max-tokens", "3", "--json")
     )
     assert len(output["token_ids"]) == 3
     assert output["finish_reason"] == "length"
@@ -34,7 +35,7 @@ def test_json_is_the_whole_output(cli: Cli, tiny: Path) -> None:
 
 
 def test_text_goes_to_standard_output_and_figures_to_standard_error(cli: Cli, tiny: Path) -> None:
-    arguments = ("generate", "--model", tiny, "--prompt", "the", "--max-tokens", "3")
+    arguments = ("generate", *SMALL, "--model", tiny, "--prompt", "the", "--max-tokens", "3")
     expected = _json(cli(*arguments, "--json"))["text"]
     code, out, err = cli(*arguments)
     assert (code, out) == (0, expected + "\n")
@@ -46,7 +47,7 @@ def test_prompt_from_file_and_standard_input(
 ) -> None:
     file = tmp_path / "prompt"
     file.write_text("the", encoding="utf-8")
-    common = ("generate", "--model", tiny, "--max-tokens", "2", "--json", "--prompt")
+    common = ("generate", *SMALL, "--model", tiny, "--max-tokens", "2", "--json", "--prompt")
     expected = _json(cli(*common, "the"))["token_ids"]
     assert _json(cli(*common, f"@{file}"))["token_ids"] == expected
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"the")))
@@ -54,14 +55,24 @@ def test_prompt_from_file_and_standard_input(
 
 
 def test_chat_puts_the_prompt_into_the_template(cli: Cli, tiny: Path) -> None:
-    common = ("generate", "--model", tiny, "--max-tokens", "1", "--json", "--prompt", "the")
+    common = ("generate", *SMALL, "--model", tiny, "--max-tokens", "1", "--json", "--prompt", "the")
     plain = _json(cli(*common))["prompt_token_ids"]
     chat = _json(cli(*common, "--chat"))["prompt_token_ids"]
     assert len(chat) > len(plain) and chat[0] == 1, "the template opens with <|im_start|>"
 
 
 def test_stop_ends_the_text_before_it(cli: Cli, tiny: Path) -> None:
-    common = ("generate", "--model", tiny, "--prompt", "the", "--max-tokens", "24", "--json")
+    common = (
+        "generate",
+        *SMALL,
+        "--model",
+        tiny,
+        "--prompt",
+        "the",
+        "--max-tokens",
+        "24",
+        "--json",
+    )
     text = _json(cli(*common))["text"]
     stop = next(char for char in text[1:] if char != "\ufffd" and char.strip())
     output = _json(cli(*common, "--stop", stop))
@@ -72,8 +83,8 @@ def test_stop_ends_the_text_before_it(cli: Cli, tiny: Path) -> None:
 def test_r1_prefix_is_found_again_by_the_next_process(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     """Host arena first; when that is gone, the disk."""
     arena = tmp_path / "arena"
-    common = ("generate", "--model", tiny, "--prompt", WORDS, "--max-tokens", "4", "--json")
-    sizes = ("--pool", "8MiB", "--host", "8MiB", "--nvme", "8MiB")
+    common = ("generate", *SMALL, "--model", tiny, "--prompt", WORDS, "--max-tokens", "4", "--json")
+    sizes = ("--host", "8MiB", "--nvme", "8MiB")
     places = ("--nvme-dir", tmp_path / "nvme", "--host-arena", arena)
     cold = _json(cli(*common, *sizes, *places))
     assert cold["cached"]["host"] == cold["cached"]["nvme"] == 0
