@@ -158,6 +158,8 @@ class Driver:
     def flush(self) -> None:
         self.let_all_go()
         durable = self.store.flush(WAIT_S)
+        # A read that was cancelled while it ran keeps its slot until it ends.
+        self.quiet()
         if not durable:
             return
         # Everything in host can go now, so a run that exists and fits has to come whole.
