@@ -344,7 +344,7 @@ class HostTier(MappedTier):
         for slot in range(self._table.capacity):
             if slot not in kept:
                 self._clear_header(slot)
-        self._table.recover(recovered_pages(list(best.values())))
+        self._table.recover(recovered_pages(list(best.values())), self._table.capacity)
         log.info("tier=host arena=%s recovered_pages=%d", self._arena.path, len(best))
 
     def _recoverable(self, slot: int) -> SlotHeader | None:

@@ -21,9 +21,11 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from tierkv.storage.base import Lease, Reservation, Tier, TierStats
 from tierkv.storage.checksum import payload_checksum
@@ -562,6 +564,9 @@ class NvmeTier(Tier):
         undo.callback(self._segments.close)
         self._index = self._open_index()
         undo.callback(lambda: self._index.close())
+        # Made first: what lasts then lies below what opening needs for a moment, and the
+        # allocator can give the latter back to the system.
+        self._table = SlotTable(geometry.slot_count, 0)
         try:
             pages, bad = self._load()
         except TierError as error:
@@ -580,9 +585,7 @@ class NvmeTier(Tier):
         self._recency.shrink(geometry.slot_count)
         recency = self._recency.load(geometry.slot_count)
         pages.last_use = np.maximum(pages.generation, recency[pages.slots])
-        usable = min(self._segments.slot_count, geometry.slot_count)
-        self._table = SlotTable(geometry.slot_count, usable)
-        self._table.recover(pages)
+        self._table.recover(pages, min(self._segments.slot_count, geometry.slot_count))
         self._table.counters.corrupt += len(bad)
         log.info(
             "nvme root=%s recovered_pages=%d direct=%s",
@@ -615,17 +618,16 @@ class NvmeTier(Tier):
         good = slots < self._root.geometry.slot_count
         good &= self._segments.present(slots)
         good &= rows["payload_bytes"] == self.page_bytes
-        # Two keys on one slot: at most one can be right, and its header will tell at the read;
-        # the younger generation is the one that was written last.
-        order = np.argsort(rows["generation"], kind="stable")[::-1]
-        first = np.zeros(len(keys), np.bool_)
-        first[order[np.unique(slots[order], return_index=True)[1]]] = True
-        good &= first
-        bad = [key for key, fine in zip(keys, good.tolist(), strict=True) if not fine]
+        if np.bincount(slots[good]).max(initial=0) > 1:
+            good &= _youngest(slots, rows["generation"])
+        bad: list[PageKey] = []
+        if not good.all():
+            bad = list(compress(keys, (~good).tolist()))
+            keys = list(compress(keys, good.tolist()))
         kept = rows[good]
         return (
             RecoveredPages(
-                keys=[k for k, fine in zip(keys, good.tolist(), strict=True) if fine],
+                keys=keys,
                 slots=slots[good],
                 generation=kept["generation"].astype(np.uint64),
                 last_use=kept["generation"].astype(np.uint64),
@@ -634,3 +636,13 @@ class NvmeTier(Tier):
             ),
             bad,
         )
+
+
+def _youngest(
+    slots: npt.NDArray[np.int64], generation: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.bool_]:
+    """Mark one entry a slot. At most one of several can be right: the last one written."""
+    order = np.argsort(generation, kind="stable")[::-1]
+    first = np.zeros(len(slots), np.bool_)
+    first[order[np.unique(slots[order], return_index=True)[1]]] = True
+    return first

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import lmdb
 import numpy as np
@@ -34,6 +36,8 @@ ENTRY = np.dtype(
 """One index value, 40 bytes: docs/formats/nvme.md."""
 
 _START_BYTES = 256 << 10
+_LOAD_PIECE = 1 << 10
+_READ_AHEAD_BYTES = 4 << 20
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +50,7 @@ class NvmeIndex:
         self._limit_bytes = limit_bytes
         data = folder / "data.mdb"
         try:
-            present = data.stat().st_size if data.exists() else 0
+            present = _read_ahead(data)
             self._env = lmdb.open(
                 str(folder),
                 map_size=max(min(max(_START_BYTES, 2 * present), limit_bytes), present),
@@ -66,19 +70,24 @@ class NvmeIndex:
 
     def load(self) -> tuple[list[PageKey], npt.NDArray[np.void]]:
         """Every well-formed entry: keys and ENTRY rows. O(pages), about 1 us a page."""
-        keys: list[PageKey] = []
-        values: list[bytes] = []
         try:
             with self._env.begin() as txn:
-                for key, value in txn.cursor():
-                    keys.append(PageKey(key))
-                    values.append(value)
-        except lmdb.Error as error:
+                names = txn.cursor().iternext(keys=True, values=False)
+                keys = cast("list[PageKey]", list(names))
+                rows = np.empty(len(keys), ENTRY)
+                target = rows.view(np.uint8).data
+                values = txn.cursor().iternext(keys=False, values=True)
+                # In pieces, into place: a million value objects at once would double the memory.
+                filled = 0
+                while piece := b"".join(islice(values, _LOAD_PIECE)):
+                    target[filled : filled + len(piece)] = piece
+                    filled += len(piece)
+        except (lmdb.Error, ValueError) as error:
+            # ValueError: entries longer than promised do not fit their place.
             raise TierIOError(f"read index: {error}; it will be rebuilt") from error
-        rows = b"".join(values)
-        if len(rows) != len(keys) * ENTRY.itemsize or any(len(k) != KEY_BYTES for k in keys):
+        if filled != len(target) or set(map(len, keys)) - {KEY_BYTES}:
             raise TierIOError("read index: an entry has a wrong length; it will be rebuilt")
-        return keys, np.frombuffer(rows, ENTRY)
+        return keys, rows
 
     def apply(self, deletes: Iterable[PageKey], puts: Sequence[tuple[PageKey, bytes]]) -> None:
         """Delete, then put, in one durable transaction. After an error neither is certain."""
@@ -111,6 +120,19 @@ class NvmeIndex:
     def close(self) -> None:
         """Close the environment. Idempotent."""
         self._env.close()
+
+
+def _read_ahead(path: Path) -> int:
+    """Bring the file into the page cache in order and return its size; 0 when there is none.
+
+    LMDB would fault it in page by page: 4 KiB reads in the tree's order, 20 times slower cold.
+    """
+    if not path.exists():
+        return 0
+    with path.open("rb", buffering=0) as file:
+        while file.read(_READ_AHEAD_BYTES):
+            pass
+        return file.tell()
 
 
 def pack_entry(header: SlotHeader, slot: int) -> bytes:

@@ -113,14 +113,16 @@ class SlotTable:
         self._tick += 1
         return self._tick
 
-    def recover(self, pages: RecoveredPages) -> None:
+    def recover(self, pages: RecoveredPages, usable: int) -> None:
         """Enter what was found on the medium. Once, before anything else. O(capacity)."""
-        assert not self.index and self.free == self.capacity
+        assert not self.index and self.free == self.capacity and usable <= self.capacity
+        self.usable = usable
         slots = pages.slots
         self.index = dict(zip(pages.keys, slots.tolist(), strict=True))
         assert len(self.index) == len(slots), "recovered keys must be distinct"
-        for key, slot in self.index.items():
-            self.keys[slot] = key
+        by_slot = np.full(self.capacity, None, object)
+        by_slot[slots] = np.array(pages.keys, object)
+        self.keys = by_slot.tolist()
         self.state[slots] = COMMITTED
         self.generation[slots] = pages.generation
         self.checksum[slots] = pages.checksum
@@ -137,7 +139,7 @@ class SlotTable:
         generation = self.generation[slots]
         known = generation[generation < TICK_LIMIT]
         self._tick = int(max(known.max(initial=0), last_use.max()))
-        order = np.argsort(last_use, kind="stable")
+        order = np.argsort(last_use)
         first = self._tick + 1
         self._tick += len(slots)
         self.last_use[slots[order]] = np.arange(first, self._tick + 1, dtype=np.uint64)
