@@ -200,7 +200,7 @@ async def test_r1_a_new_server_finds_the_old_ones_prefixes(
 ) -> None:
     """A stop in order keeps the pool; kill -9 keeps what was written through before it."""
     arena, folder = tmp_path / "arena", tmp_path / "nvme"
-    places = ["--host-arena", arena, "--nvme-dir", folder, "--nvme", "8MiB"]
+    places: list[str | Path] = ["--host-arena", arena, "--nvme-dir", folder, "--nvme", "8MiB"]
     if number == signal.SIGKILL:
         places += ["--write-policy", "write_through", "--admission", "admit_all"]
     with serving(tiny, *places) as server:
