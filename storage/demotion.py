@@ -131,12 +131,18 @@ class Demoter:
         if short <= 0:
             return
         if self._rules.policy is not WritePolicy.WRITE_BACK or self._lower is None:
-            for key in self._host.evict(short):
-                self._clean.pop(key, None)
+            self.evict_locked(short)
             return
         short -= self._drop_clean(self._lower, short)
         if short > 0:
             self._drop_victims(self._lower, short)
+
+    def evict_locked(self, count: int) -> int:
+        """Let the coldest `count` unpinned pages go, copied or not; returns how many went."""
+        gone = self._host.evict(count)
+        for key in gone:
+            self._clean.pop(key, None)
+        return len(gone)
 
     def queue_locked(self, key: PageKey, deadline: float) -> Job | Refusal:
         """Queue a copy without asking admission: for flush. Needs a lower tier."""

@@ -180,17 +180,29 @@ class TieredStore(PageStore):
     def drop(self, keys: Sequence[PageKey], tier: TierName) -> int:
         """Remove the copies of `keys` in one tier; returns how many. Leased ones go last.
 
-        For collecting a dead namespace and for measuring one tier. Waits for the removal to be
-        durable on nvme, so an engine does not call it between requests. Raises ValueError for a
-        tier that this store does not have.
+        For collecting a dead namespace. On nvme it waits until the removal is durable, so an
+        engine does not call it between requests. ValueError for a tier this store lacks.
         """
         self._assert_open()
         if tier is TierName.HOST:
             with self._lock:
                 return self._host.drop(keys)
-        if self._lower is None or tier is not self._lower.tier.name:
-            raise ValueError(f"drop: this store has no tier {tier.value}; name one it has")
-        return self._lower.tier.drop(keys)
+        return self._below(tier, "drop").drop(keys)
+
+    def trim(self, tier: TierName, keep_pages: int) -> int:
+        """Evict the coldest pages of one tier until it holds `keep_pages`; returns how many.
+
+        Copied to a lower tier or not: flush() first to keep them. Leased pages stay, so more
+        may be left. On nvme it waits until the removal is durable. ValueError for a tier this
+        store lacks. O(pages evicted).
+        """
+        self._assert_open()
+        if tier is TierName.HOST:
+            with self._lock:
+                excess = self._host.stats().committed_pages - keep_pages
+                return self._demoter.evict_locked(max(0, excess))
+        lower = self._below(tier, "trim")
+        return len(lower.evict(max(0, lower.stats().committed_pages - keep_pages)))
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -261,6 +273,11 @@ class TieredStore(PageStore):
     def _assert_open(self) -> None:
         if self._closed:
             raise TierClosedError("store: used after close(); open it again")
+
+    def _below(self, tier: TierName, operation: str) -> Tier:
+        if self._lower is None or tier is not self._lower.tier.name:
+            raise ValueError(f"{operation}: this store has no tier {tier}; name one it has")
+        return self._lower.tier
 
     def _mover_limits(self) -> MoverLimits:
         """The rules' limits, with at most half of host held by pages on their way down: copies

@@ -525,6 +525,23 @@ def test_a_fetch_is_taken_once(make_rig: RigMaker) -> None:
         fetch.take(0.0)
 
 
+def test_trim_evicts_the_coldest_but_what_is_leased(make_rig: RigMaker) -> None:
+    rig = make_rig(THROUGH)
+    put_store(rig.store, page_keys(0, 1, 2, 3))
+    assert rig.store.flush(WAIT_S)
+    rig.quiet()
+    with rig.store.fetch(page_keys(0), WAIT_S).take(WAIT_S):
+        assert rig.store.trim(HOST, 2) == 2
+        assert rig.store.lookup(page_keys(0, 1, 2, 3)) == [HOST, NVME, NVME, HOST]
+        assert rig.store.trim(HOST, 0) == 1
+        assert rig.store.trim(HOST, 0) == 0
+        rig.store.check()
+    assert rig.store.trim(NVME, 1) == 3
+    assert rig.nvme.stats().committed_pages == 1
+    with pytest.raises(ValueError, match="no tier gpu"):
+        rig.store.trim(TierName.GPU, 0)
+
+
 # --- a failing nvme ------------------------------------------------------------------------
 
 
