@@ -161,17 +161,17 @@ class TieredStore(PageStore):
         with self._lock:
             stats = self._host.stats()
             keys = [*self._host.victims(stats.capacity_pages), *self._pins]
-        absent = [key for key, there in zip(keys, lower.holds(keys), strict=True) if not there]
-        for key in absent:
-            if not self._queue_for_flush(lower, key, deadline):
+        there = lower.holds(keys)
+        # What is written now must not displace the copies that host pages have there already.
+        lower.tier.touch([key for key, found in zip(keys, there, strict=True) if found])
+        for key, found in zip(keys, there, strict=True):
+            if not found and not self._queue_for_flush(lower, key, deadline):
                 return False
         left = deadline - self._clock.monotonic()
         if not lower.mover.wait_ended(lower.mover.demotions(), left):
             return False
-        still = self._host.lookup(absent)
-        return all(
-            there or not in_host for there, in_host in zip(lower.holds(absent), still, strict=True)
-        )
+        safe = zip(lower.holds(keys), self._host.lookup(keys), strict=True)
+        return all(found or not in_host for found, in_host in safe)
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait until no copy between tiers is queued or running; False past the timeout."""

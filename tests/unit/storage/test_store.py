@@ -241,6 +241,18 @@ def test_flush_makes_every_host_page_durable(make_rig: RigMaker, rules: StoreRul
         assert all(rig.nvme.lookup(held)), "a page that was leased, queued or idle was left out"
 
 
+def test_flush_does_not_displace_the_copies_of_other_host_pages(make_rig: RigMaker) -> None:
+    rig = make_rig(replace(SELECTIVE, selective_hits=99), nvme_pages=3)
+    put_store(rig.store, page_keys(0))
+    assert rig.store.flush(WAIT_S)
+    rig.only_on_nvme(10, 11)
+    put_store(rig.store, page_keys(1))
+    assert rig.store.flush(WAIT_S)
+    assert rig.nvme.lookup(page_keys(0, 1, 10)) == [True, True, False]
+    put_store(rig.store, page_keys(2, 3))
+    assert not rig.store.flush(WAIT_S), "four host pages cannot be kept on three slots"
+
+
 def test_h1_flush_gives_up_at_its_deadline(make_rig: RigMaker) -> None:
     rig = make_rig(SELECTIVE)
     put_store(rig.store, page_keys(0, 1))
