@@ -7,6 +7,9 @@
     │   ├── FormatVersionError   format_version  the user: data of another TierKV version
     │   └── ModelError           model           the user: a model folder cannot be loaded
     ├── RequestError             request         the client: this request can never be served
+    ├── RequestTimeoutError      timeout         the client: it took longer than it may
+    ├── OverloadedError          overloaded      the client: try again later
+    ├── EngineStoppedError       engine_stopped  somebody: the engine serves no more
     └── TierError                tier            nobody at once: the tier degrades, misses follow
         ├── TierFullError        tier_full       the device has no room (ENOSPC)
         ├── TierIOError          tier_io         the device failed (EIO, short transfer)
@@ -60,6 +63,24 @@ class RequestError(TierKVError):
     """This request can never be served as asked (too long, bad parameter)."""
 
     code = "request"
+
+
+class RequestTimeoutError(TierKVError, TimeoutError):
+    """A request was aborted because it outlasted its time."""
+
+    code = "timeout"
+
+
+class OverloadedError(TierKVError):
+    """Too much is waiting already; the same call may succeed later."""
+
+    code = "overloaded"
+
+
+class EngineStoppedError(TierKVError):
+    """The engine thread has ended; the message says why. No request can be served any more."""
+
+    code = "engine_stopped"
 
 
 class TierError(TierKVError):

@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -34,7 +34,12 @@ from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.engine.serve.tokenizer import Tokenizer
 from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock, SystemClock
-from tierkv.storage.errors import RequestError, TierKVError
+from tierkv.storage.errors import (
+    EngineStoppedError,
+    OverloadedError,
+    RequestError,
+    RequestTimeoutError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +49,6 @@ CLOSE_S = 10.0
 
 Prompt = str | Sequence[int]
 Result = TypeVar("Result")
-
-
-class EngineStoppedError(TierKVError):
-    """The engine thread has ended; the message says why. Requests cannot be served any more."""
-
-    code = "engine_stopped"
 
 
 class Engine:
@@ -187,7 +186,7 @@ class Engine:
         stop: Sequence[str] = (),
         cache_salt: str = "",
         priority: int = 0,
-    ) -> AsyncIterator[StreamEvent]:
+    ) -> AsyncGenerator[StreamEvent, None]:
         """Run one prompt, yielding as it goes; the last event carries the whole output.
 
         `stop`: strings that end the output; they are not part of it. Leaving the iteration early
@@ -277,7 +276,7 @@ class Engine:
     def _submit(self, request: Request, sink: Sink) -> None:
         self._assert_serving()
         if not self._post(lambda: self.core.submit(request, sink)):
-            raise RequestError(f"submit request: {self._inbox_max} calls wait already; try later")
+            raise OverloadedError(f"submit request: {self._inbox_max} calls wait; try again later")
 
     def _post(self, call: Callable[[], None]) -> bool:
         """Have the engine thread do something; False when its inbox is full."""
@@ -325,7 +324,7 @@ class Engine:
             except TimeoutError:
                 self._assert_serving()
                 if self._clock.monotonic() > deadline:
-                    raise RequestError(
+                    raise RequestTimeoutError(
                         f"stream: not finished after {self._settings.request_timeout_s:.0f} s"
                     ) from None
 

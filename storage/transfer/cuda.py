@@ -40,7 +40,8 @@ class CudaTransfer(ThreadedTransfer[torch.cuda.Event]):
         self._stream_in = torch.cuda.Stream(self._device, priority=0)
 
     def _fence(self) -> torch.cuda.Event:
-        return torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def _to_host(self, fence: torch.cuda.Event, pages: list[int], views: list[memoryview]) -> None:
         for start in range(0, len(pages), self._group):

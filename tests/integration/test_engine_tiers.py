@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from tests.support.model_files import qwen3_config, write_model
-from tierkv.demo.scenario import system_prompt
 from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.request import RequestOutput
 from tierkv.engine.serve.sampler import SamplingParams, SamplingState
 from tierkv.models import bundled_gguf, default_model_cache
+from tierkv.scenario import system_prompt
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreConfig, StoreRules, TieredStore
 from tierkv.storage.types import TierName

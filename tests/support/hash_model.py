@@ -1,6 +1,6 @@
 """A model whose KV is a hash of everything before it, so that one wrong byte shows at once.
 
-Stands in for ModelRunner. The KV of a token is a digest of all tokens up to it; before it "computes"
+Stands in for ModelRunner. The KV of a token is a digest of all tokens up to it; before it computes
 anything it compares every cached slot of the context with what must be there. The next token
 follows from the last digest, so that a whole output is known from the prompt alone.
 """

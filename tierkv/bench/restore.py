@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 
 from tierkv.bench.report import BenchReport
-from tierkv.demo.scenario import system_prompt
 from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.request import RequestOutput
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.models import bundled_gguf, default_model_cache
+from tierkv.scenario import system_prompt
 from tierkv.storage.errors import TierKVError
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreConfig, StoreRules, TieredStore

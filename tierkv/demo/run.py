@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tierkv.demo.scenario import USERS, conversation, system_prompt
 from tierkv.engine.serve.chat import ChatTemplate
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.tokenizer import Tokenizer
 from tierkv.models import bundled_gguf, default_model_cache
+from tierkv.scenario import USERS, conversation, system_prompt
 from tierkv.storage.errors import ConfigError, TierKVError
 
 log = logging.getLogger(__name__)
