@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierkv.storage.checksum import header_checksum
-from tierkv.storage.device import BLOCK_BYTES, try_lock
+from tierkv.storage.device import BLOCK_BYTES, try_lock, unlock
 from tierkv.storage.errors import (
     CapacityError,
     ConfigError,
@@ -108,6 +108,8 @@ class Arena:
     def _close_fd(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
+            # The mapping holds a duplicate of the descriptor, which would keep the lock too.
+            unlock(fd)
             os.close(fd)
 
     def _open_file(self, path: Path) -> None:

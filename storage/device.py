@@ -95,7 +95,7 @@ class DirectFile:
     def preadv(self, buffers: Sequence[Buffer], offset: int) -> None:
         expected = _total(buffers)
         try:
-            moved = os.preadv(self._fd, buffers, offset)
+            moved = os.preadv(self._open_fd(), buffers, offset)
         except OSError as error:
             raise device_error("read", self._path, error) from error
         if moved != expected:
@@ -104,7 +104,7 @@ class DirectFile:
     def pwritev(self, buffers: Sequence[Buffer], offset: int) -> None:
         expected = _total(buffers)
         try:
-            moved = os.pwritev(self._fd, buffers, offset)
+            moved = os.pwritev(self._open_fd(), buffers, offset)
         except OSError as error:
             raise device_error("write", self._path, error) from error
         if moved != expected:
@@ -112,27 +112,32 @@ class DirectFile:
 
     def fdatasync(self) -> None:
         try:
-            os.fdatasync(self._fd)
+            os.fdatasync(self._open_fd())
         except OSError as error:
             raise device_error("fdatasync", self._path, error) from error
 
     def allocate(self, nbytes: int) -> None:
         try:
-            os.posix_fallocate(self._fd, 0, nbytes)
+            os.posix_fallocate(self._open_fd(), 0, nbytes)
         except OSError as error:
             raise device_error("allocate", self._path, error) from error
 
     def truncate(self, nbytes: int) -> None:
         try:
-            os.ftruncate(self._fd, nbytes)
+            os.ftruncate(self._open_fd(), nbytes)
         except OSError as error:
             raise device_error("truncate", self._path, error) from error
 
     def size(self) -> int:
         try:
-            return os.fstat(self._fd).st_size
+            return os.fstat(self._open_fd()).st_size
         except OSError as error:
             raise device_error("stat", self._path, error) from error
+
+    def _open_fd(self) -> int:
+        if self._fd < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        return self._fd
 
     def close(self) -> None:
         # The descriptor number is forgotten first: a second close must not hit a reused number.
@@ -204,6 +209,11 @@ def try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(fd: int) -> None:
+    """Release the flock now, also where a mapping still refers to the open file."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def device_error(operation: str, path: Path, error: OSError) -> TierError:

@@ -19,32 +19,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
-
-import numpy as np
-import numpy.typing as npt
 
 from tierkv.storage.base import Lease, Reservation, Tier, TierStats
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.device import Device, DirectDevice
-from tierkv.storage.errors import ConfigError, TierClosedError, TierError
+from tierkv.storage.errors import TierClosedError, TierError
 from tierkv.storage.slot_header import (
-    FLAG_CHECKSUM,
     NO_KEY,
     STATE_WRITTEN,
     SlotHeader,
     parse_header,
 )
 from tierkv.storage.tiers.health import WriteHealth
-from tierkv.storage.tiers.nvme_index import NvmeIndex, pack_entry, rebuild_index
+from tierkv.storage.tiers.nvme_index import pack_entry
 from tierkv.storage.tiers.nvme_layout import NvmeRoot, capacity_for
-from tierkv.storage.tiers.recency import RecencyFile
-from tierkv.storage.tiers.segments import SegmentFiles
-from tierkv.storage.tiers.slot_table import QUARANTINED, RecoveredPages, SlotTable
+from tierkv.storage.tiers.nvme_open import open_parts
+from tierkv.storage.tiers.slot_table import QUARANTINED
 from tierkv.storage.tiers.tier_stats import (
     check_keys,
     check_length,
@@ -133,13 +126,11 @@ class NvmeTier(Tier):
         self._guard_line: str | None = None
         self._health = WriteHealth(clock, retry_s, f"nvme:{root}")
         self._root = NvmeRoot(root, page_bytes, capacity_bytes, segment_bytes, clock)
-        with ExitStack() as undo:
-            undo.callback(self._root.close)
-            try:
-                self._open(undo)
-            except TierError as error:
-                raise ConfigError(f"open nvme tier {root}: {error}") from error
-            undo.pop_all()
+        parts = open_parts(self._root, self._device)
+        self._segments = parts.segments
+        self._index = parts.index
+        self._recency = parts.recency
+        self._table = parts.table
 
     @staticmethod
     def capacity_for(page_bytes: int, pages: int) -> int:
@@ -553,96 +544,3 @@ class NvmeTier(Tier):
         """Slots the file system can take without going below the guard."""
         free = self._device.free_bytes(self._root.folder) - self._min_free_bytes
         return max(0, free // self._root.geometry.slot_bytes)
-
-    # --- opening --------------------------------------------------------------------------
-
-    def _open(self, undo: ExitStack) -> None:
-        folder, geometry = self._root.folder, self._root.geometry
-        self._segments = SegmentFiles(
-            folder, self._device, self.page_bytes, geometry.slots_per_segment
-        )
-        undo.callback(self._segments.close)
-        self._index = self._open_index()
-        undo.callback(lambda: self._index.close())
-        # Made first: what lasts then lies below what opening needs for a moment, and the
-        # allocator can give the latter back to the system.
-        self._table = SlotTable(geometry.slot_count, 0)
-        try:
-            pages, bad = self._load()
-        except TierError as error:
-            log.warning("nvme root=%s index=damaged reason=%s", self._root.root, error)
-            self._index.close()
-            self._index = self._rebuild()
-            pages, bad = self._load()
-        if bad:
-            log.warning("nvme root=%s dropped_index_entries=%d", self._root.root, len(bad))
-            self._index.apply(bad, [])
-        # Only now, with those entries gone for good, may the files behind them be cut.
-        self._segments.close_gaps()
-        self._segments.shrink(geometry.slot_count)
-        self._recency = RecencyFile(folder / "recency.bin", self._device)
-        undo.callback(self._recency.close)
-        self._recency.shrink(geometry.slot_count)
-        recency = self._recency.load(geometry.slot_count)
-        pages.last_use = np.maximum(pages.generation, recency[pages.slots])
-        self._table.recover(pages, min(self._segments.slot_count, geometry.slot_count))
-        self._table.counters.corrupt += len(bad)
-        log.info(
-            "nvme root=%s recovered_pages=%d direct=%s",
-            self._root.root,
-            len(pages.keys),
-            self.direct,
-        )
-
-    def _open_index(self) -> NvmeIndex:
-        folder = self._root.folder / "index"
-        data = folder / "data.mdb"
-        present = data.exists() and data.stat().st_size > 0
-        if not present and self._segments.slot_count > 0:
-            return self._rebuild()
-        folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            return NvmeIndex(folder, self._root.geometry.index_limit_bytes)
-        except TierError as error:
-            log.warning("nvme root=%s index=damaged reason=%s", self._root.root, error)
-            return self._rebuild()
-
-    def _rebuild(self) -> NvmeIndex:
-        limit = self._root.geometry.index_limit_bytes
-        return rebuild_index(self._root.folder / "index", limit, self._segments)
-
-    def _load(self) -> tuple[RecoveredPages, list[PageKey]]:
-        """Index entries that can be right, and the keys of those that cannot."""
-        keys, rows = self._index.load()
-        slots = rows["slot"].astype(np.int64)
-        good = slots < self._root.geometry.slot_count
-        good &= self._segments.present(slots)
-        good &= rows["payload_bytes"] == self.page_bytes
-        if np.bincount(slots[good]).max(initial=0) > 1:
-            good &= _youngest(slots, rows["generation"])
-        bad: list[PageKey] = []
-        if not good.all():
-            bad = list(compress(keys, (~good).tolist()))
-            keys = list(compress(keys, good.tolist()))
-        kept = rows[good]
-        return (
-            RecoveredPages(
-                keys=keys,
-                slots=slots[good],
-                generation=kept["generation"].astype(np.uint64),
-                last_use=kept["generation"].astype(np.uint64),
-                checksum=kept["checksum"],
-                has_checksum=(kept["flags"] & FLAG_CHECKSUM).astype(np.bool_),
-            ),
-            bad,
-        )
-
-
-def _youngest(
-    slots: npt.NDArray[np.int64], generation: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.bool_]:
-    """Mark one entry a slot. At most one of several can be right: the last one written."""
-    order = np.argsort(generation, kind="stable")[::-1]
-    first = np.zeros(len(slots), np.bool_)
-    first[order[np.unique(slots[order], return_index=True)[1]]] = True
-    return first

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from tierkv.storage.checksum import copy_bytes
 from tierkv.storage.device import BLOCK_BYTES, BlockFile, Device, aligned_buffer
+from tierkv.storage.errors import TierError
 from tierkv.storage.slot_header import HEADER_BYTES, slot_bytes_for
 from tierkv.storage.types import Buffer
 
@@ -46,10 +47,14 @@ class SegmentFiles:
         self._scratch = _Scratch()
         self._files: list[BlockFile] = []
         self._sizes: list[int] = []
-        for number in range(self._existing()):
-            file = device.open(self._path(number), create=True)
-            self._files.append(file)
-            self._sizes.append(file.size())
+        try:
+            for number in range(self._existing()):
+                file = device.open(self._path(number), create=True)
+                self._files.append(file)
+                self._sizes.append(file.size())
+        except TierError:
+            self.close()
+            raise
 
     @property
     def direct(self) -> bool:
