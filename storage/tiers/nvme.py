@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierkv.storage.base import Lease, Reservation, Tier, TierStats
@@ -246,16 +246,21 @@ class NvmeTier(Tier):
     def _publish(self, batch: _Batch) -> None:
         """Headers, fdatasync, index, table. Holds `_publish_lock`."""
         slots = [entry.slot for entry in batch.entries]
-        suspect = False
         try:
             for entry in batch.entries:
                 self._segments.write_header(entry.slot, entry.header.pack())
-            # From here on a failure leaves open what is on the medium: such slots stay unused.
-            suspect = True
+        except TierError as error:
+            self._fail(batch, error, suspect=[False] * len(slots))
+            return
+        try:
             self._sync(slots)
+        except TierError as error:
+            self._fail(batch, error, suspect=[True] * len(slots))
+            return
+        try:
             self._apply([(e.header.key, pack_entry(e.header, e.slot)) for e in batch.entries])
         except TierError as error:
-            self._fail(batch, error, suspect)
+            self._fail(batch, error, suspect=self._maybe_indexed(batch))
             return
         with self._lock:
             for entry in batch.entries:
@@ -285,7 +290,17 @@ class NvmeTier(Tier):
         with self._lock:
             self._forgotten -= forgotten
 
-    def _fail(self, batch: _Batch, error: TierError, suspect: bool) -> None:
+    def _maybe_indexed(self, batch: _Batch) -> list[bool]:
+        """After a failed transaction: which pages the index may name all the same."""
+        try:
+            return self._index.holds([entry.header.key for entry in batch.entries])
+        except TierError:
+            # An index that cannot be read any more says nothing: suppose that it has them all.
+            log.warning("nvme root=%s index=unreadable", self._root.root)
+            return [True] * len(batch.entries)
+
+    def _fail(self, batch: _Batch, error: TierError, suspect: Sequence[bool]) -> None:
+        """Say FAILED of the whole batch; suspect slots stay unused, the others are free again."""
         with self._lock:
             counters = self._table.counters
             counters.io_errors += 1
@@ -293,8 +308,8 @@ class NvmeTier(Tier):
             counters.duplicates -= len(batch.twins)
             for position in batch.twins:
                 batch.outcomes[position] = CommitOutcome.FAILED
-            for entry in batch.entries:
-                if suspect:
+            for entry, doubtful in zip(batch.entries, suspect, strict=True):
+                if doubtful:
                     self._table.quarantine(entry.slot)
                 else:
                     self._table.give_back(entry.slot)
@@ -437,10 +452,14 @@ class NvmeTier(Tier):
 
     def stats(self) -> TierStats:
         with self._lock:
-            slot_bytes = self._root.geometry.slot_bytes
-            return snapshot(
-                self, self._table, slot_bytes, self._health.degraded or self._guard_line
-            )
+            degraded = self._health.degraded or self._guard_line
+            found = snapshot(self, self._table, self._root.geometry.slot_bytes, degraded)
+            if self._guard_line is not None:
+                # Slots that the guard withholds are no room: whoever needs some must evict.
+                found = replace(
+                    found, capacity_pages=self._table.usable, free_pages=self._table.ready
+                )
+            return found
 
     def check(self) -> None:
         with self._publish_lock, self._lock:

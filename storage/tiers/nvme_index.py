@@ -105,6 +105,14 @@ class NvmeIndex:
             except lmdb.Error as error:
                 raise TierIOError(f"commit index: {error}; check the device under it") from error
 
+    def holds(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Which keys are in the index: after a failed apply(), whether it happened after all."""
+        try:
+            with self._env.begin() as txn:
+                return [txn.get(key) is not None for key in keys]
+        except lmdb.Error as error:
+            raise TierIOError(f"read index: {error}; check the device under it") from error
+
     def _grow(self) -> None:
         """Double the map, up to the limit. Each call at least adds a page, so apply() ends."""
         size: int = self._env.info()["map_size"]

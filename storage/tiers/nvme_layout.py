@@ -136,7 +136,12 @@ class NvmeRoot:
             if total <= allowed:
                 break
             log.warning("nvme root=%s removed_class=%s bytes=%d", self.root, folder.name, nbytes)
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:
+                raise ConfigError(
+                    f"remove {folder}: {error.strerror}; delete it or raise the nvme capacity"
+                ) from error
             total -= nbytes
         return total
 

@@ -25,6 +25,7 @@ from tests.unit.storage.tier_conformance import (
     put,
 )
 from tierkv.storage.base import Tier
+from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.device import BlockFile, DirectDevice
 from tierkv.storage.errors import (
     CapacityError,
@@ -34,10 +35,10 @@ from tierkv.storage.errors import (
     TierFullError,
     TierIOError,
 )
-from tierkv.storage.slot_header import HEADER_BYTES, slot_bytes_for
+from tierkv.storage.slot_header import HEADER_BYTES, SlotHeader, slot_bytes_for
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
-from tierkv.storage.tiers.nvme_index import ENTRY, NvmeIndex
+from tierkv.storage.tiers.nvme_index import ENTRY, NvmeIndex, pack_entry
 from tierkv.storage.types import CommitOutcome, PageKey, ReadOutcome
 
 SLOT = slot_bytes_for(PAGE_BYTES)
@@ -360,6 +361,16 @@ def test_c4_a_key_twice_in_a_failed_batch_is_not_said_to_exist(tmp_path: Path) -
     tier.close()
 
 
+class _FullIndex:
+    """An index whose transactions are refused before they begin."""
+
+    def __init__(self, index: NvmeIndex) -> None:
+        self.holds = index.holds
+
+    def apply(self, deletes: Any, puts: Any) -> None:
+        raise TierFullError("commit index: its share of the cap is used up")
+
+
 class _BrokenIndex:
     """Makes the transactions of an index fail."""
 
@@ -398,6 +409,7 @@ def test_c4_an_index_that_fails_degrades_and_nothing_is_lost(
     index.broken = True
     assert tier.commit(reservation, [page_key(3)]) == [CommitOutcome.FAILED]
     tier.check()
+    assert tier.stats().quarantined_pages == 1, "nobody can say what the index holds"
     assert tier.evict(1) == []
     assert tier.drop([page_key(2)]) == 0
     tier.check()
@@ -487,6 +499,8 @@ def test_c2_the_free_space_guard_stops_growth_and_says_so(tmp_path: Path) -> Non
     degraded = tier.stats().degraded
     assert degraded is not None
     assert degraded.startswith("free-space guard")
+    stats = tier.stats()
+    assert (stats.capacity_pages, stats.free_pages) == (2, 0), "what is withheld is no room"
     tier.check()
     tier.evict(1)
     assert put(tier, [3]) == [CommitOutcome.COMMITTED], "the tier goes on at its size"
@@ -541,6 +555,14 @@ def test_c1_the_longest_unused_size_class_goes_when_it_takes_more_than_half(
     second.close()
 
 
+def test_an_index_entry_follows_the_format_document() -> None:
+    checksum = payload_checksum(bytes(5000))
+    header = SlotHeader(page_key(1), 5000, checksum, 7)
+    assert pack_entry(header, 3).hex() == (
+        "0700000000000000881300000000000003000000010000004f64c6c36836832295929931b75a6d9f"
+    )
+
+
 def test_the_index_grows_when_its_map_is_full(tmp_path: Path) -> None:
     index = NvmeIndex(tmp_path, 4 << 20)
     value = bytes(ENTRY.itemsize)
@@ -548,6 +570,23 @@ def test_the_index_grows_when_its_map_is_full(tmp_path: Path) -> None:
     keys, _ = index.load()
     assert len(keys) == 6000
     index.close()
+
+
+def test_c4_a_page_the_index_has_no_room_for_fails_and_its_slot_is_free_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = ManualClock()
+    tier = open_nvme(tmp_path, clock=clock)
+    put(tier, [1])
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "_index", _FullIndex(tier._index))
+        assert put(tier, [2]) == [CommitOutcome.FAILED]
+    stats = tier.stats()
+    assert (stats.quarantined_pages, stats.free_pages) == (0, PAGES - 1)
+    assert stats.degraded is not None
+    clock.advance(RETRY_S)
+    assert put(tier, [2]) == [CommitOutcome.COMMITTED]
+    tier.close()
 
 
 def test_c1_the_index_stops_at_its_share_of_the_cap(tmp_path: Path) -> None:
