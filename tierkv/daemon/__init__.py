@@ -1,0 +1,1 @@
+"""The sidecar: one process a node that holds pages for all workers."""

@@ -1,0 +1,1 @@
+"""What goes over the daemon's socket, as bytes and as values. No I/O."""
