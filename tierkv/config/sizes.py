@@ -1,7 +1,7 @@
-"""Values as users write them: sizes such as "20GiB".
+"""Sizes as users write them: "20GiB".
 
 Parsing and printing only. Knows nothing of who uses a value, reads no file and no environment.
-Called by tierkv/cli.
+Called by tierkv/cli and tierkv/config/kinds.py.
 """
 
 from __future__ import annotations
