@@ -33,8 +33,11 @@ STATE_OFFSET = 12
 LAST_USE_OFFSET = 88
 NO_KEY = PageKey(bytes(KEY_BYTES))
 
-# magic, version, flags, state, key, payload bytes, payload checksum, generation
-_FIELDS = struct.Struct(f"<8sHHI{KEY_BYTES}sQ{CHECKSUM_BYTES}sQ")
+PAYLOAD_BYTES_MAX = 2**32 - 1
+OWNER_MAX = 2**32 - 1
+
+# magic, version, flags, state, key, payload bytes, owner, payload checksum, generation
+_FIELDS = struct.Struct(f"<8sHHI{KEY_BYTES}sII{CHECKSUM_BYTES}sQ")
 # header checksum, last use
 _TRAILER = struct.Struct("<QQ")
 _STATE = struct.Struct("<I")
@@ -54,12 +57,14 @@ class SlotHeader:
     """Tick at which the page was committed: no two commits into one tier share it."""
     state: int = STATE_COMMITTED
     last_use: int = 0
+    owner: int = 0
+    """On whose behalf the page is kept; 0: nobody in particular."""
 
     def pack(self) -> bytes:
         """The header's used bytes; the rest of the block is zero."""
         flags = FLAG_CHECKSUM if self.checksum else 0
         stored = self.checksum or bytes(CHECKSUM_BYTES)
-        fields = (self.key, self.payload_bytes, stored, self.generation)
+        fields = (self.key, self.payload_bytes, self.owner, stored, self.generation)
         sealed = header_checksum(_FIELDS.pack(SLOT_MAGIC, SLOT_VERSION, flags, 0, *fields))
         head = _FIELDS.pack(SLOT_MAGIC, SLOT_VERSION, flags, self.state, *fields)
         return head + _TRAILER.pack(sealed, self.last_use)
@@ -86,7 +91,7 @@ def parse_header(block: Buffer, offset: int = 0) -> SlotHeader | None:
     sealed, last_use = _TRAILER.unpack_from(block, offset + _FIELDS.size)
     if header_checksum(_FIELDS.pack(magic, version, flags, 0, *fields)) != sealed:
         return None
-    key, payload_bytes, checksum, generation = fields
+    key, payload_bytes, owner, checksum, generation = fields
     return SlotHeader(
         key=PageKey(key),
         payload_bytes=payload_bytes,
@@ -94,6 +99,7 @@ def parse_header(block: Buffer, offset: int = 0) -> SlotHeader | None:
         generation=generation,
         state=state,
         last_use=last_use,
+        owner=owner,
     )
 
 

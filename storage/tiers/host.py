@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from tierkv.storage.tiers.slot_table import QUARANTINED, RecoveredPages, SlotTab
 from tierkv.storage.tiers.tier_stats import (
     check_keys,
     check_length,
+    check_owners,
     known_checksum,
     snapshot,
 )
@@ -109,6 +110,9 @@ class HostTier(MappedTier):
         index: int,
         payload: Buffer,
         checksum: bytes | None = None,
+        *,
+        key: PageKey | None = None,
+        owner: int = 0,
     ) -> None:
         source = check_length(payload, self.page_bytes, "write to the host tier")
         known = known_checksum(checksum)
@@ -136,19 +140,28 @@ class HostTier(MappedTier):
             assert reservation.open, "the reservation is closed"
             self._sealed[reservation.slots[index]] = checksum
 
-    def commit(self, reservation: Reservation, keys: Sequence[PageKey]) -> list[CommitOutcome]:
+    def commit(
+        self,
+        reservation: Reservation,
+        keys: Sequence[PageKey],
+        owners: Sequence[int] | int = 0,
+    ) -> list[CommitOutcome]:
         check_keys(keys, len(reservation))
+        tags = check_owners(owners, len(keys))
         with self._lock:
             self._ensure_open()
             assert reservation.open, "the reservation is closed"
             reservation.open = False
             slots = reservation.slots
-            outcomes = [self._publish(slot, key) for slot, key in zip(slots, keys, strict=False)]
+            outcomes = [
+                self._publish(slot, key, owner)
+                for slot, key, owner in zip(slots, keys, tags, strict=False)
+            ]
             for slot in slots[len(keys) :]:
                 self._give_back(slot)
             return outcomes
 
-    def _publish(self, slot: SlotId, key: PageKey) -> CommitOutcome:
+    def _publish(self, slot: SlotId, key: PageKey, owner: int) -> CommitOutcome:
         table = self._table
         if key in table.index:
             table.counters.duplicates += 1
@@ -161,9 +174,9 @@ class HostTier(MappedTier):
             table.give_back(slot)
             return CommitOutcome.FAILED
         tick = table.next_tick()
-        header = SlotHeader(key, self.page_bytes, checksum, tick, last_use=tick)
+        header = SlotHeader(key, self.page_bytes, checksum, tick, last_use=tick, owner=owner)
         header.pack_into(self._arena.memory, self._arena.slot_offset(slot))
-        table.publish(slot, key, checksum, tick)
+        table.publish(slot, key, checksum, tick, owner)
         return CommitOutcome.COMMITTED
 
     def _give_back(self, slot: SlotId) -> None:
@@ -186,14 +199,16 @@ class HostTier(MappedTier):
 
     # --- reading --------------------------------------------------------------------------
 
-    def lease(self, keys: Sequence[PageKey]) -> Lease:
+    def lease(self, keys: Sequence[PageKey], *, quiet: bool = False) -> Lease:
         with self._lock:
             self._ensure_open()
-            slots = self._table.lease(keys)
-            for slot in slots:
-                self._store_last_use(slot)
+            slots = self._table.lease(keys, quiet)
+            if not quiet:
+                for slot in slots:
+                    self._store_last_use(slot)
             checksums = [self._table.checksum_of(slot) for slot in slots]
-            return Lease(self, list(keys[: len(slots)]), slots, checksums)
+            owners: list[int] = self._table.owner[slots].tolist()
+            return Lease(self, list(keys[: len(slots)]), slots, checksums, owners)
 
     def read(self, lease: Lease, index: int, out: memoryview) -> ReadOutcome:
         target = check_length(out, self.page_bytes, "read from the host tier")
@@ -256,19 +271,34 @@ class HostTier(MappedTier):
 
     # --- making room ----------------------------------------------------------------------
 
-    def evict(self, count: int) -> list[PageKey]:
+    def evict(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         with self._lock:
             self._ensure_open()
-            keys = self._names(self._table.coldest(count))
+            keys = self._names(self._table.coldest(count, owners))
             for key in keys:
                 self._remove(key)
             self._table.counters.evictions += len(keys)
             return keys
 
-    def victims(self, count: int) -> list[PageKey]:
+    def victims(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         with self._lock:
             self._ensure_open()
-            return self._names(self._table.coldest(count))
+            return self._names(self._table.coldest(count, owners))
+
+    def owner_of(self, keys: Sequence[PageKey]) -> list[int | None]:
+        with self._lock:
+            self._ensure_open()
+            return [self._table.owner_of(key) for key in keys]
+
+    def owners(self) -> dict[int, int]:
+        with self._lock:
+            self._ensure_open()
+            return dict(self._table.pages_by_owner)
+
+    def keys_of(self, owner: int | None = None) -> list[PageKey]:
+        with self._lock:
+            self._ensure_open()
+            return self._table.keys_of(owner)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         with self._lock:
@@ -320,6 +350,7 @@ class HostTier(MappedTier):
                 if header is not None:  # A damaged header is for read() to find and count.
                     assert header.state == STATE_COMMITTED, f"slot {slot} is not published"
                     assert header.key == key, f"slot {slot} is published under another key"
+                    assert header.owner == self._table.owner[slot], f"owner of slot {slot}"
 
     def close(self) -> None:
         with self._lock:
@@ -367,4 +398,5 @@ def recovered_pages(found: list[tuple[int, SlotHeader]]) -> RecoveredPages:
         last_use=np.array([max(h.last_use, h.generation) for h in headers], np.uint64),
         checksum=np.array(digests, f"V{CHECKSUM_BYTES}"),
         has_checksum=np.array([bool(h.checksum) for h in headers], np.bool_),
+        owner=np.array([h.owner for h in headers], np.uint32),
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from tierkv.storage.tiers.slot_table import QUARANTINED
 from tierkv.storage.tiers.tier_stats import (
     check_keys,
     check_length,
+    check_owners,
     known_checksum,
     snapshot,
 )
@@ -168,6 +169,9 @@ class NvmeTier(Tier):
         index: int,
         payload: Buffer,
         checksum: bytes | None = None,
+        *,
+        key: PageKey | None = None,
+        owner: int = 0,
     ) -> None:
         source = check_length(payload, self.page_bytes, "write to the nvme tier")
         known = known_checksum(checksum)
@@ -202,17 +206,25 @@ class NvmeTier(Tier):
         if not self._in_flight:
             self._idle.notify_all()
 
-    def commit(self, reservation: Reservation, keys: Sequence[PageKey]) -> list[CommitOutcome]:
+    def commit(
+        self,
+        reservation: Reservation,
+        keys: Sequence[PageKey],
+        owners: Sequence[int] | int = 0,
+    ) -> list[CommitOutcome]:
         check_keys(keys, len(reservation))
+        tags = check_owners(owners, len(keys))
         with self._publish_lock:
             with self._lock:
                 self._ensure_open()
-                batch = self._plan_locked(reservation, keys)
+                batch = self._plan_locked(reservation, keys, tags)
             if batch.entries:
                 self._publish(batch)
             return batch.outcomes
 
-    def _plan_locked(self, reservation: Reservation, keys: Sequence[PageKey]) -> _Batch:
+    def _plan_locked(
+        self, reservation: Reservation, keys: Sequence[PageKey], owners: Sequence[int]
+    ) -> _Batch:
         """Close the reservation and say of each slot what can become of it."""
         assert reservation.open, "the reservation is closed"
         reservation.open = False
@@ -236,7 +248,14 @@ class NvmeTier(Tier):
                 self._table.quarantine(slot)
             else:
                 tick = self._table.next_tick()
-                header = SlotHeader(key, self.page_bytes, staged.checksum, tick, last_use=tick)
+                header = SlotHeader(
+                    key,
+                    self.page_bytes,
+                    staged.checksum,
+                    tick,
+                    last_use=tick,
+                    owner=owners[position],
+                )
                 batch.entries.append(_Entry(position, slot, header))
                 fresh.add(key)
         for slot in reservation.slots[len(keys) :]:
@@ -265,7 +284,9 @@ class NvmeTier(Tier):
         with self._lock:
             for entry in batch.entries:
                 header = entry.header
-                self._table.publish(entry.slot, header.key, header.checksum, header.generation)
+                self._table.publish(
+                    entry.slot, header.key, header.checksum, header.generation, header.owner
+                )
                 batch.outcomes[entry.position] = CommitOutcome.COMMITTED
             self._health.succeed()
             self._recency.mark(slots)
@@ -334,13 +355,15 @@ class NvmeTier(Tier):
 
     # --- reading --------------------------------------------------------------------------
 
-    def lease(self, keys: Sequence[PageKey]) -> Lease:
+    def lease(self, keys: Sequence[PageKey], *, quiet: bool = False) -> Lease:
         with self._lock:
             self._ensure_open()
-            slots = self._table.lease(keys)
-            self._recency.mark(slots)
+            slots = self._table.lease(keys, quiet)
+            if not quiet:
+                self._recency.mark(slots)
             checksums = [self._table.checksum_of(slot) for slot in slots]
-            return Lease(self, list(keys[: len(slots)]), slots, checksums)
+            owners: list[int] = self._table.owner[slots].tolist()
+            return Lease(self, list(keys[: len(slots)]), slots, checksums, owners)
 
     def read(self, lease: Lease, index: int, out: memoryview) -> ReadOutcome:
         target = check_length(out, self.page_bytes, "read from the nvme tier")
@@ -393,11 +416,11 @@ class NvmeTier(Tier):
 
     # --- making room ----------------------------------------------------------------------
 
-    def evict(self, count: int) -> list[PageKey]:
+    def evict(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         with self._publish_lock:
             with self._lock:
                 self._ensure_open()
-                slots = self._table.coldest(count)
+                slots = self._table.coldest(count, owners)
                 keys = [self._table.detach(slot) for slot in slots]
             if not self._removed(keys):
                 with self._lock:
@@ -410,10 +433,10 @@ class NvmeTier(Tier):
                 self._table.counters.evictions += len(slots)
             return keys
 
-    def victims(self, count: int) -> list[PageKey]:
+    def victims(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         with self._lock:
             self._ensure_open()
-            slots = self._table.coldest(count)
+            slots = self._table.coldest(count, owners)
             return [key for slot in slots if (key := self._table.keys[slot]) is not None]
 
     def drop(self, keys: Sequence[PageKey]) -> int:
@@ -439,6 +462,21 @@ class NvmeTier(Tier):
                 self._health.fail(str(error))
             return False
         return True
+
+    def owner_of(self, keys: Sequence[PageKey]) -> list[int | None]:
+        with self._lock:
+            self._ensure_open()
+            return [self._table.owner_of(key) for key in keys]
+
+    def owners(self) -> dict[int, int]:
+        with self._lock:
+            self._ensure_open()
+            return dict(self._table.pages_by_owner)
+
+    def keys_of(self, owner: int | None = None) -> list[PageKey]:
+        with self._lock:
+            self._ensure_open()
+            return self._table.keys_of(owner)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         with self._lock:

@@ -27,7 +27,8 @@ from tierkv.storage.types import KEY_BYTES, PageKey
 ENTRY = np.dtype(
     [
         ("generation", "<u8"),
-        ("payload_bytes", "<u8"),
+        ("payload_bytes", "<u4"),
+        ("owner", "<u4"),
         ("slot", "<u4"),
         ("flags", "<u4"),
         ("checksum", "V16"),
@@ -148,6 +149,7 @@ def pack_entry(header: SlotHeader, slot: int) -> bytes:
     row = np.zeros(1, ENTRY)
     row["generation"] = header.generation
     row["payload_bytes"] = header.payload_bytes
+    row["owner"] = header.owner
     row["slot"] = slot
     row["flags"] = FLAG_CHECKSUM if header.checksum else 0
     if header.checksum:

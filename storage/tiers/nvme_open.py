@@ -148,6 +148,7 @@ class _Opening:
                 last_use=generation,
                 checksum=rows["checksum"],
                 has_checksum=(rows["flags"] & FLAG_CHECKSUM).astype(np.bool_),
+                owner=rows["owner"],
             ),
             bad,
         )

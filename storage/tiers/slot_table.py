@@ -15,14 +15,15 @@ Both tiers use it, so that a slot's life is written once.
     any but FREE QUARANTINED  quarantine    (for good)
 
 Invariants: free + reserved + committed + quarantined == capacity, DOOMED counted as committed;
-ticks are unique and only grow; a key is in the index exactly when its slot is COMMITTED. Memory
-is about 50 bytes a slot of arrays plus the key and its place in the index (under 250 in all).
+ticks are unique and only grow; a key is in the index exactly when its slot is COMMITTED;
+`pages_by_owner` counts exactly the pages in the index. Memory is about 55 bytes a slot of arrays
+plus the key and its place in the index (under 250 in all).
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +38,8 @@ TICK_LIMIT = 2**62
 """Ticks read from a medium at or above this are damage, not time."""
 
 _COLD_BATCH_MIN = 1024
+_COLD_SETS_MAX = 8
+"""Sets of owners whose coldest pages are remembered between evictions."""
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class RecoveredPages:
     last_use: npt.NDArray[np.uint64]
     checksum: npt.NDArray[np.void]
     has_checksum: npt.NDArray[np.bool_]
+    owner: npt.NDArray[np.uint32]
 
 
 class SlotTable:
@@ -83,6 +87,8 @@ class SlotTable:
         self.generation = np.zeros(capacity, np.uint64)
         self.checksum = np.zeros(capacity, f"V{CHECKSUM_BYTES}")
         self.has_checksum = np.zeros(capacity, np.bool_)
+        self.owner = np.zeros(capacity, np.uint32)
+        self.pages_by_owner: dict[int, int] = {}
         self.reserved = 0
         self.committed = 0
         self.quarantined = 0
@@ -90,7 +96,7 @@ class SlotTable:
         self._tick = 0
         self._free = np.zeros(capacity, np.int32)
         self._free_count = 0
-        self._cold: deque[tuple[int, int]] = deque()
+        self._cold: OrderedDict[frozenset[int] | None, deque[tuple[int, int]]] = OrderedDict()
         self._push_free(np.arange(usable - 1, -1, -1, dtype=np.int32))
 
     def _push_free(self, slots: npt.NDArray[np.int32]) -> None:
@@ -127,6 +133,9 @@ class SlotTable:
         self.generation[slots] = pages.generation
         self.checksum[slots] = pages.checksum
         self.has_checksum[slots] = pages.has_checksum
+        self.owner[slots] = pages.owner
+        names, counts = np.unique(pages.owner, return_counts=True)
+        self.pages_by_owner = dict(zip(names.tolist(), counts.tolist(), strict=True))
         self.committed = self.counters.recovered_pages = len(slots)
         if len(slots):
             self._rank(slots, np.where(pages.last_use < TICK_LIMIT, pages.last_use, 0))
@@ -176,7 +185,9 @@ class SlotTable:
         self._free[self._free_count] = slot
         self._free_count += 1
 
-    def publish(self, slot: int, key: PageKey, checksum: bytes, generation: int) -> None:
+    def publish(
+        self, slot: int, key: PageKey, checksum: bytes, generation: int, owner: int = 0
+    ) -> None:
         """RESERVED to COMMITTED under `key`; `checksum` b"" means there is none."""
         assert self.state[slot] == RESERVED and key not in self.index
         self.reserved -= 1
@@ -184,18 +195,49 @@ class SlotTable:
         self.counters.writes += 1
         self.state[slot] = COMMITTED
         self.keys[slot] = key
-        self.index[key] = slot
+        self.owner[slot] = owner
+        self._enter(key, slot)
         self.generation[slot] = self.last_use[slot] = generation
         self.has_checksum[slot] = bool(checksum)
         if checksum:
             self.checksum[slot] = np.void(checksum)
 
+    def _enter(self, key: PageKey, slot: int) -> None:
+        self.index[key] = slot
+        owner = int(self.owner[slot])
+        self.pages_by_owner[owner] = self.pages_by_owner.get(owner, 0) + 1
+
+    def _leave(self, key: PageKey) -> int:
+        """Out of the index; returns the slot."""
+        slot = self.index.pop(key)
+        owner = int(self.owner[slot])
+        left = self.pages_by_owner[owner] - 1
+        if left:
+            self.pages_by_owner[owner] = left
+        else:
+            del self.pages_by_owner[owner]
+        return slot
+
+    def owner_of(self, key: PageKey) -> int | None:
+        """The owner of a page in the index."""
+        slot = self.index.get(key)
+        return None if slot is None else int(self.owner[slot])
+
+    def keys_of(self, owner: int | None) -> list[PageKey]:
+        """Pages of one owner (None: of all), coldest first. O(capacity)."""
+        wanted = self.state == COMMITTED
+        if owner is not None:
+            wanted &= self.owner == owner
+        slots = np.flatnonzero(wanted)
+        order = slots[np.argsort(self.last_use[slots])].tolist()
+        return [key for slot in order if (key := self.keys[slot]) is not None]
+
     def checksum_of(self, slot: int) -> bytes:
         """The recorded digest of a page, or b""."""
         return self.checksum[slot].tobytes() if self.has_checksum[slot] else b""
 
-    def lease(self, keys: Sequence[PageKey]) -> list[SlotId]:
-        """Pin the leading run of `keys`; counts hits and misses, refreshes recency."""
+    def lease(self, keys: Sequence[PageKey], quiet: bool = False) -> list[SlotId]:
+        """Pin the leading run of `keys`; unless quiet, count it and refresh recency."""
         slots: list[SlotId] = []
         for key in keys:
             slot = self.index.get(key)
@@ -204,10 +246,12 @@ class SlotTable:
             if self.leases[slot] == 0:
                 self.leased += 1
             self.leases[slot] += 1
-            self.last_use[slot] = self.next_tick()
+            if not quiet:
+                self.last_use[slot] = self.next_tick()
             slots.append(SlotId(slot))
-        self.counters.hits += len(slots)
-        self.counters.misses += len(keys) - len(slots)
+        if not quiet:
+            self.counters.hits += len(slots)
+            self.counters.misses += len(keys) - len(slots)
         return slots
 
     def unlease(self, slot: int) -> None:
@@ -229,9 +273,9 @@ class SlotTable:
 
     def remove(self, key: PageKey) -> SlotId | None:
         """Take a page out of the index; free its slot now or at its last lease's end."""
-        slot = self.index.pop(key, None)
-        if slot is None:
+        if key not in self.index:
             return None
+        slot = self._leave(key)
         if self.leases[slot]:
             self.state[slot] = DOOMED
         else:
@@ -243,7 +287,7 @@ class SlotTable:
         """COMMITTED to RESERVED: nobody can lease it while its removal is made durable."""
         key = self.keys[slot]
         assert key is not None and self.state[slot] == COMMITTED and self.leases[slot] == 0
-        del self.index[key]
+        self._leave(key)
         self.state[slot] = RESERVED
         self.committed -= 1
         self.reserved += 1
@@ -253,10 +297,12 @@ class SlotTable:
         """Undo detach(): the removal could not be made durable."""
         key = self.keys[slot]
         assert key is not None and self.state[slot] == RESERVED and key not in self.index
-        self.index[key] = slot
+        self._enter(key, slot)
         self.state[slot] = COMMITTED
         self.reserved -= 1
         self.committed += 1
+        # A scan meanwhile may have forgotten it as no longer there, old as it is.
+        self._cold.clear()
 
     def quarantine(self, slot: int) -> PageKey | None:
         """Never use this slot again; returns the key that vanished from the index, if any."""
@@ -264,7 +310,7 @@ class SlotTable:
         assert state in (RESERVED, COMMITTED, DOOMED), f"slot {slot} in state {state}"
         key = self.keys[slot] if state == COMMITTED else None
         if key is not None:
-            del self.index[key]
+            self._leave(key)
         if state == RESERVED:
             self.reserved -= 1
         else:
@@ -275,44 +321,68 @@ class SlotTable:
         self.quarantined += 1
         return key
 
-    def coldest(self, count: int) -> list[SlotId]:
+    def coldest(self, count: int, owners: Collection[int] | None = None) -> list[SlotId]:
         """Up to `count` committed slots that nobody leases, least recently used first.
 
-        Exact LRU. Amortised O(1) a slot: a batch of the coldest is selected in O(capacity) and
-        used up; whatever is touched or committed later is hotter than all of the batch.
+        With `owners`, only slots of their pages. Exact LRU. Amortised O(1) a slot: a batch of
+        the coldest is selected in O(capacity) and used up; whatever is touched or committed
+        later is hotter than all of the batch. Batches of _COLD_SETS_MAX sets are kept.
         """
-        wanted = max(0, min(count, self.committed))
-        picked, waiting = self._scan_cold(wanted)
+        group = self._group(owners)
+        eligible = self.committed
+        if group is not None:
+            eligible = sum(self.pages_by_owner.get(owner, 0) for owner in group)
+        wanted = max(0, min(count, eligible))
+        if not wanted:
+            return []
+        cold = self._cold.setdefault(group, deque())
+        self._cold.move_to_end(group)
+        if len(self._cold) > _COLD_SETS_MAX:
+            self._cold.popitem(last=False)
+        picked, waiting = self._scan_cold(cold, wanted)
         batch = _COLD_BATCH_MIN
-        while len(picked) < wanted and batch < 2 * self.committed + _COLD_BATCH_MIN:
-            batch = max(batch, 2 * (waiting + wanted), self.committed // 16)
-            self._select_cold(batch)
-            picked, waiting = self._scan_cold(wanted)
+        while len(picked) < wanted and batch < 2 * eligible + _COLD_BATCH_MIN:
+            batch = max(batch, 2 * (waiting + wanted), eligible // 16)
+            self._select_cold(cold, group, batch)
+            picked, waiting = self._scan_cold(cold, wanted)
             batch *= 2
         return picked
 
-    def _scan_cold(self, wanted: int) -> tuple[list[SlotId], int]:
+    def _group(self, owners: Collection[int] | None) -> frozenset[int] | None:
+        """The owners meant that have pages; None when those are all there are."""
+        if owners is None:
+            return None
+        group = frozenset(owner for owner in owners if owner in self.pages_by_owner)
+        return None if len(group) == len(self.pages_by_owner) else group
+
+    def _scan_cold(self, cold: deque[tuple[int, int]], wanted: int) -> tuple[list[SlotId], int]:
         """Pick from the batch, forgetting what is no longer as cold as it says."""
         picked: list[SlotId] = []
         seen: list[tuple[int, int]] = []
-        while self._cold and len(picked) < wanted:
-            tick, slot = self._cold.popleft()
+        while cold and len(picked) < wanted:
+            tick, slot = cold.popleft()
             if self.state[slot] != COMMITTED or self.last_use[slot] != tick:
                 continue
             seen.append((tick, slot))
             if self.leases[slot] == 0:
                 picked.append(SlotId(slot))
-        self._cold.extendleft(reversed(seen))
+        cold.extendleft(reversed(seen))
         return picked, len(seen)
 
-    def _select_cold(self, batch: int) -> None:
-        slots = np.flatnonzero(self.state == COMMITTED)
+    def _select_cold(
+        self, cold: deque[tuple[int, int]], group: frozenset[int] | None, batch: int
+    ) -> None:
+        wanted = self.state == COMMITTED
+        if group is not None:
+            wanted &= np.isin(self.owner, np.fromiter(group, np.uint32, len(group)))
+        slots = np.flatnonzero(wanted)
         ticks = self.last_use[slots]
         if batch < len(slots):
             part = np.argpartition(ticks, batch - 1)[:batch]
             slots, ticks = slots[part], ticks[part]
         order = np.argsort(ticks)
-        self._cold = deque(zip(ticks[order].tolist(), slots[order].tolist(), strict=True))
+        cold.clear()
+        cold.extend(zip(ticks[order].tolist(), slots[order].tolist(), strict=True))
 
     def check(self) -> None:
         """Assert every invariant. O(capacity)."""
@@ -330,6 +400,9 @@ class SlotTable:
         assert len(self.index) == counts[COMMITTED], "index and slots differ"
         for key, slot in self.index.items():
             assert self.state[slot] == COMMITTED and self.keys[slot] == key, f"index of slot {slot}"
+        names, counts = np.unique(self.owner[self.state == COMMITTED], return_counts=True)
+        by_owner = dict(zip(names.tolist(), counts.tolist(), strict=True))
+        assert self.pages_by_owner == by_owner, "pages by owner"
         assert (self.leases >= 0).all(), "negative lease count"
         live = (self.state == COMMITTED) | (self.state == DOOMED)
         assert self.leased == np.count_nonzero(live & (self.leases > 0)), "leased count"

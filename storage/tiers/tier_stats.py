@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from tierkv.storage.base import Tier, TierStats
 from tierkv.storage.checksum import CHECKSUM_BYTES
+from tierkv.storage.slot_header import OWNER_MAX
 from tierkv.storage.tiers.slot_table import SlotTable
 from tierkv.storage.types import KEY_BYTES, Buffer, PageKey
 
@@ -39,6 +40,17 @@ def check_keys(keys: Sequence[PageKey], slot_count: int) -> None:
     for key in keys:
         if len(key) != KEY_BYTES:
             raise ValueError(f"commit: expected a key of {KEY_BYTES} bytes, got {len(key)}")
+
+
+def check_owners(owners: Sequence[int] | int, key_count: int) -> list[int]:
+    """One owner per key. ValueError when there are not as many or one is no u32."""
+    listed = [owners] * key_count if isinstance(owners, int) else list(owners)
+    if len(listed) != key_count:
+        raise ValueError(f"commit: {len(listed)} owners for {key_count} keys")
+    for owner in listed:
+        if not 0 <= owner <= OWNER_MAX:
+            raise ValueError(f"commit: expected an owner from 0 to {OWNER_MAX}, got {owner}")
+    return listed
 
 
 def snapshot(tier: Tier, table: SlotTable, slot_bytes: int, degraded: str | None) -> TierStats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.storage.base import Lease, MappedTier, Reservation, Tier, TierStats
@@ -38,6 +38,7 @@ class _Page:
     key: PageKey
     slot: SlotId
     checksum: bytes
+    owner: int
     leases: int = 0
     doomed: bool = False
 
@@ -124,6 +125,9 @@ class MemoryTier(Tier):
         index: int,
         payload: Buffer,
         checksum: bytes | None = None,
+        *,
+        key: PageKey | None = None,
+        owner: int = 0,
     ) -> None:
         self._arrive("write")
         assert reservation.open and len(payload) == self.page_bytes
@@ -131,24 +135,34 @@ class MemoryTier(Tier):
         self.memory[slot][:] = payload
         self._sealed[slot] = checksum or _digest(payload)
 
-    def commit(self, reservation: Reservation, keys: Sequence[PageKey]) -> list[CommitOutcome]:
+    def commit(
+        self,
+        reservation: Reservation,
+        keys: Sequence[PageKey],
+        owners: Sequence[int] | int = 0,
+    ) -> list[CommitOutcome]:
         self._arrive("commit")
+        tags = [owners] * len(keys) if isinstance(owners, int) else list(owners)
+        assert len(tags) == len(keys), "one owner per key"
         with self._lock:
             assert reservation.open and len(keys) <= len(reservation.slots)
             reservation.open = False
             slots = reservation.slots
-            outcomes = [self._publish(slot, key) for slot, key in zip(slots, keys, strict=False)]
+            outcomes = [
+                self._publish(slot, key, owner)
+                for slot, key, owner in zip(slots, keys, tags, strict=False)
+            ]
             for slot in slots[len(keys) :]:
                 self._free_reserved(slot)
             return outcomes
 
-    def _publish(self, slot: SlotId, key: PageKey) -> CommitOutcome:
+    def _publish(self, slot: SlotId, key: PageKey, owner: int) -> CommitOutcome:
         if key in self._pages:
             self._counts["duplicates"] += 1
             self._free_reserved(slot)
             return CommitOutcome.EXISTS
         self._reserved.discard(slot)
-        page = _Page(key, slot, self._sealed.pop(slot))
+        page = _Page(key, slot, self._sealed.pop(slot), owner)
         self._pages[key] = self._by_slot[slot] = page
         self._counts["writes"] += 1
         return CommitOutcome.COMMITTED
@@ -158,7 +172,7 @@ class MemoryTier(Tier):
         self._sealed.pop(slot, None)
         self._free.append(slot)
 
-    def lease(self, keys: Sequence[PageKey]) -> Lease:
+    def lease(self, keys: Sequence[PageKey], *, quiet: bool = False) -> Lease:
         self._arrive("lease")
         with self._lock:
             pages = []
@@ -166,12 +180,19 @@ class MemoryTier(Tier):
                 if (page := self._pages.get(key)) is None:
                     break
                 page.leases += 1
-                self._pages.move_to_end(key)
+                if not quiet:
+                    self._pages.move_to_end(key)
                 pages.append(page)
-            self._counts["hits"] += len(pages)
-            self._counts["misses"] += len(keys) - len(pages)
-            slots = [page.slot for page in pages]
-            return Lease(self, list(keys[: len(pages)]), slots, [page.checksum for page in pages])
+            if not quiet:
+                self._counts["hits"] += len(pages)
+                self._counts["misses"] += len(keys) - len(pages)
+            return Lease(
+                self,
+                list(keys[: len(pages)]),
+                [page.slot for page in pages],
+                [page.checksum for page in pages],
+                [page.owner for page in pages],
+            )
 
     def read(self, lease: Lease, index: int, out: memoryview) -> ReadOutcome:
         self._arrive("read")
@@ -215,22 +236,41 @@ class MemoryTier(Tier):
                     if slot not in self._quarantined:
                         self._free.append(slot)
 
-    def evict(self, count: int) -> list[PageKey]:
+    def evict(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         self._arrive("evict")
         with self._lock:
-            keys = self._coldest(count)
+            keys = self._coldest(count, owners)
             for key in keys:
                 self._remove(key)
             self._counts["evictions"] += len(keys)
             return keys
 
-    def victims(self, count: int) -> list[PageKey]:
+    def victims(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
         self._arrive("victims")
         with self._lock:
-            return self._coldest(count)
+            return self._coldest(count, owners)
 
-    def _coldest(self, count: int) -> list[PageKey]:
-        return [key for key, page in self._pages.items() if page.leases == 0][:count]
+    def _coldest(self, count: int, owners: Collection[int] | None) -> list[PageKey]:
+        return [
+            key
+            for key, page in self._pages.items()
+            if page.leases == 0 and (owners is None or page.owner in owners)
+        ][:count]
+
+    def owner_of(self, keys: Sequence[PageKey]) -> list[int | None]:
+        self._arrive("owner_of")
+        with self._lock:
+            return [page.owner if (page := self._pages.get(key)) else None for key in keys]
+
+    def owners(self) -> dict[int, int]:
+        self._arrive("owners")
+        with self._lock:
+            return dict(Counter(page.owner for page in self._pages.values()))
+
+    def keys_of(self, owner: int | None = None) -> list[PageKey]:
+        self._arrive("keys_of")
+        with self._lock:
+            return [k for k, page in self._pages.items() if owner is None or page.owner == owner]
 
     def _remove(self, key: PageKey) -> bool:
         page = self._pages.pop(key, None)
