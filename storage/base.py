@@ -316,6 +316,17 @@ class MoverStats:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnerUsage:
+    """What one owner has in a store."""
+
+    pages: dict[TierName, int]
+    bytes: dict[TierName, int]
+    """Of the tier: headers and rounding included, so that the owners add up to the tier."""
+    last_use: float
+    """Seconds since the Unix epoch, to the second: the last commit, hit or touch of a page."""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """The whole store at one moment."""
 
@@ -346,6 +357,9 @@ class StoreReservation(ABC):
 
     views: list[memoryview]
     """Writable payload views, page_bytes each. May be fewer than asked for, even none."""
+    slots: list[int]
+    """Where each view lies in the arena, for writers that map it themselves (a daemon's clients).
+    Empty once committed or released, like `views`."""
 
     def __enter__(self) -> Self:
         return self
@@ -359,8 +373,23 @@ class StoreReservation(ABC):
         self.release()
 
     @abstractmethod
-    def commit(self, keys: Sequence[PageKey]) -> list[CommitOutcome]:
-        """Publish the first len(keys) views under `keys`, after their bytes are complete."""
+    def commit(
+        self,
+        keys: Sequence[PageKey],
+        checksums: Sequence[bytes] | None = None,
+        owner: int = 0,
+    ) -> list[CommitOutcome]:
+        """Publish the first len(keys) views under `keys`, after their bytes are complete.
+
+        `checksums`, one a key, are recorded as they are and no payload byte is touched; whoever
+        distrusts them calls verify() first. None: computed here, O(bytes). `owner` tags the
+        pages for quotas, time to live and drop_owner(); 0 is nobody. A page its owner has no
+        room for is FAILED and counted. ValueError for a checksum of the wrong length.
+        """
+
+    @abstractmethod
+    def verify(self, index: int, checksum: bytes) -> bool:
+        """Say whether the payload at `index` has this checksum now. No side effects. O(bytes)."""
 
     @abstractmethod
     def release(self) -> None:
@@ -373,6 +402,10 @@ class PageLease(ABC):
     keys: list[PageKey]
     views: list[memoryview]
     """Read-only payload views, page_bytes each, valid until release()."""
+    slots: list[int]
+    """Where each page lies in the arena, valid until release()."""
+    checksums: list[bytes]
+    """Payload digest of each page as recorded when it was written; empty if checksums are off."""
     tiers: list[TierName]
     """Where each page was when it was asked for."""
 
@@ -429,17 +462,22 @@ class PageStore(ABC):
         """Name the fastest tier that holds each key, or None. No side effects."""
 
     @abstractmethod
-    def reserve(self, count: int) -> StoreReservation:
+    def reserve(self, count: int, owner: int = 0) -> StoreReservation:
         """Take up to `count` host slots to fill, evicting colder pages when needed.
 
-        Never waits for I/O: returns fewer when room cannot be made at once.
+        Never waits for I/O: returns fewer when room cannot be made at once. `owner`: who will
+        commit them; pages that a floor keeps from others may go for their own owner's sake.
         """
 
     @abstractmethod
-    def fetch(self, keys: Sequence[PageKey], deadline_s: float) -> Fetch:
+    def fetch(
+        self, keys: Sequence[PageKey], deadline_s: float, *, verify: bool | None = None
+    ) -> Fetch:
         """Start bringing the leading run of `keys` into host memory; returns at once.
 
         `deadline_s` bounds the whole fetch from now on: past it, what is missing is a miss.
+        `verify`: whether take() checks pages that were in host already; None: the store's rule.
+        What comes from a lower tier is always verified by that read.
         """
 
     @abstractmethod

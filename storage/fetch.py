@@ -49,8 +49,8 @@ class FetchOwner(Protocol):
         """Release the host leases of these pages; those without one are skipped."""
         ...
 
-    def sound(self, page: PinnedPage) -> bool:
-        """Verify one pinned page where the store's rules ask for it."""
+    def sound(self, page: PinnedPage, verify: bool | None) -> bool:
+        """Verify one pinned page where `verify`, or when it is None the store's rules, ask."""
         ...
 
     def handed_out(self, asked: int, pages: Sequence[PinnedPage]) -> None:
@@ -66,13 +66,17 @@ class TieredLease(PageLease):
         self._pages = pages
         self.keys = [page.key for page in pages]
         self.tiers = [page.tier for page in pages]
-        self.views = [host.view(page.lease, 0) for page in pages if page.lease is not None]
+        leases = [page.lease for page in pages if page.lease is not None]
+        self.views = [host.view(lease, 0) for lease in leases]
+        self.slots = [int(lease.slots[0]) for lease in leases]
+        self.checksums = [lease.checksums[0] for lease in leases]
         assert len(self.views) == len(pages), "a page was handed out without a pin"
 
     def release(self) -> None:
         pages, self._pages = self._pages, []
         # The views may be evicted and overwritten from here on: nobody finds them in the lease.
         self.views = []
+        self.slots = []
         if pages:
             self._owner.unpin(pages)
 
@@ -87,9 +91,11 @@ class TieredFetch(Fetch):
         keys: Sequence[PageKey],
         deadline: float,
         clock: Clock,
+        verify: bool | None = None,
     ) -> None:
         self.keys = list(keys)
         self.deadline = deadline
+        self._verify = verify
         self._owner = owner
         self._host = host
         self._clock = clock
@@ -122,7 +128,7 @@ class TieredFetch(Fetch):
             self._closed = True
         self._owner.detach(self, late)
         arrived = _arrived_run(pages)
-        good = _sound_run(self._owner, pages[:arrived])
+        good = _sound_run(self._owner, pages[:arrived], self._verify)
         self._owner.unpin(pages[good:])
         self._owner.handed_out(len(self.keys), pages[:good])
         self._run_callbacks()
@@ -203,9 +209,9 @@ def _arrived_run(pages: Sequence[PinnedPage]) -> int:
     return len(pages)
 
 
-def _sound_run(owner: FetchOwner, pages: Sequence[PinnedPage]) -> int:
+def _sound_run(owner: FetchOwner, pages: Sequence[PinnedPage], verify: bool | None) -> int:
     """Length of the leading run of pages that verify (lesson W6: the rest is a miss)."""
     for index, page in enumerate(pages):
-        if not owner.sound(page):
+        if not owner.sound(page, verify):
             return index
     return len(pages)

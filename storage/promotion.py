@@ -104,10 +104,12 @@ class Promoter:
                 found[index] = self._lower.tier.name
         return found
 
-    def start(self, keys: Sequence[PageKey], deadline_s: float) -> TieredFetch:
+    def start(
+        self, keys: Sequence[PageKey], deadline_s: float, verify: bool | None = None
+    ) -> TieredFetch:
         """Pin the leading run that is in host and start reading the rest of it from nvme."""
         deadline = self._clock.monotonic() + max(0.0, deadline_s)
-        fetch = TieredFetch(self, self._host, keys, deadline, self._clock)
+        fetch = TieredFetch(self, self._host, keys, deadline, self._clock, verify)
         with self._lock:
             run = self._pin_run(fetch.keys)
             fetch.begin(run)
@@ -137,11 +139,13 @@ class Promoter:
                     self._unpin(page.key, page.lease)
                     page.lease = None
 
-    def sound(self, page: PinnedPage) -> bool:
+    def sound(self, page: PinnedPage, verify: bool | None) -> bool:
         # What nvme just delivered was verified by that read, against the same digest.
         if page.lease is None or page.tier is not TierName.HOST:
             return page.lease is not None
-        if self._verify is Verify.RECOVERED and page.key not in self._recovered:
+        if verify is None:
+            verify = self._verify is Verify.ALWAYS or page.key in self._recovered
+        if not verify:
             return True
         started = self._host_reads.begin()
         ok = self._host.verify(page.lease, 0) is ReadOutcome.OK

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from tierkv.storage.arena import ArenaGeometry
 from tierkv.storage.bandwidth import Bandwidth, Way
 from tierkv.storage.base import (
     Fetch,
@@ -29,6 +30,7 @@ from tierkv.storage.base import (
     Tier,
 )
 from tierkv.storage.breaker import Breaker
+from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.demotion import Demoter, DemotionRules, Lower
 from tierkv.storage.errors import ConfigError, TierClosedError, TierError
@@ -125,7 +127,7 @@ class TieredStore(PageStore):
         self._assert_open()
         return self._promoter.where(keys)
 
-    def reserve(self, count: int) -> StoreReservation:
+    def reserve(self, count: int, owner: int = 0) -> StoreReservation:
         self._assert_open()
         with self._lock:
             self._demoter.make_room_locked(count)
@@ -134,9 +136,11 @@ class TieredStore(PageStore):
             self._rejected += count - len(held)
         return TieredReservation(self, self._host, held)
 
-    def fetch(self, keys: Sequence[PageKey], deadline_s: float) -> Fetch:
+    def fetch(
+        self, keys: Sequence[PageKey], deadline_s: float, *, verify: bool | None = None
+    ) -> Fetch:
         self._assert_open()
-        return self._promoter.start(keys, deadline_s)
+        return self._promoter.start(keys, deadline_s, verify)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         self._assert_open()
@@ -172,6 +176,20 @@ class TieredStore(PageStore):
             return False
         safe = zip(lower.holds(keys), self._host.lookup(keys), strict=True)
         return all(found or not in_host for found, in_host in safe)
+
+    def arena_geometry(self) -> ArenaGeometry:
+        """Where the slots that reservations and leases name lie in the arena.
+
+        ConfigError when host is no arena (a tier double).
+        """
+        return self._arena_host("arena geometry").arena_geometry()
+
+    def arena_fd(self) -> int:
+        """The arena's open file, for handing over to a client; borrowed until close().
+
+        ConfigError when the arena is anonymous: set host_arena_path.
+        """
+        return self._arena_host("arena descriptor").arena_fd()
 
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait until no copy between tiers is queued or running; False past the timeout."""
@@ -273,6 +291,12 @@ class TieredStore(PageStore):
     def _assert_open(self) -> None:
         if self._closed:
             raise TierClosedError("store: used after close(); open it again")
+
+    def _arena_host(self, operation: str) -> HostTier:
+        self._assert_open()
+        if not isinstance(self._host, HostTier):
+            raise ConfigError(f"{operation}: host is a {type(self._host).__name__}, no arena")
+        return self._host
 
     def _below(self, tier: TierName, operation: str) -> Tier:
         if self._lower is None or tier is not self._lower.tier.name:
@@ -377,16 +401,27 @@ class TieredReservation(StoreReservation):
         self._held = held
         self._closed = False
         self.views = [host.payload(held, index) for index in range(len(held))]
+        self.slots = [int(slot) for slot in held.slots]
 
-    def commit(self, keys: Sequence[PageKey]) -> list[CommitOutcome]:
+    def commit(
+        self,
+        keys: Sequence[PageKey],
+        checksums: Sequence[bytes] | None = None,
+        owner: int = 0,
+    ) -> list[CommitOutcome]:
         assert not self._closed, "a reservation is committed once"
         assert len(keys) <= len(self.views), (len(keys), len(self.views))
+        assert checksums is None or len(checksums) == len(keys), "one checksum a key"
         for index in range(len(keys)):
-            self._host.seal(self._held, index)
+            self._host.seal(self._held, index, None if checksums is None else checksums[index])
         outcomes = self._host.commit(self._held, keys)
         self._close()
         self._store.committed(keys, outcomes)
         return outcomes
+
+    def verify(self, index: int, checksum: bytes) -> bool:
+        assert not self._closed, "a closed reservation holds no slots"
+        return payload_checksum(self.views[index]) == checksum
 
     def release(self) -> None:
         if not self._closed:
@@ -396,5 +431,5 @@ class TieredReservation(StoreReservation):
     def _close(self) -> None:
         self._closed = True
         # Whoever still holds a view must not find it here: the slot may be another page's now.
-        count, self.views = len(self.views), []
+        count, self.views, self.slots = len(self.views), [], []
         self._store.closed_slots(count)
