@@ -17,7 +17,7 @@ from pathlib import Path
 
 import lmdb
 
-from tierkv.storage.arena import _read_header as read_arena_header
+from tierkv.storage.arena import read_header as read_arena_header
 from tierkv.storage.base import TierStats
 from tierkv.storage.device import try_lock
 from tierkv.storage.errors import ConfigError, DirectoryInUseError

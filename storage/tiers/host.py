@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tierkv.storage.arena import ARENA_HEADER_BYTES, Arena
+from tierkv.storage.arena import ARENA_HEADER_BYTES, Arena, ArenaGeometry
 from tierkv.storage.base import Lease, MappedTier, Reservation, TierStats
 from tierkv.storage.checksum import (
     CHECKSUM_BYTES,
@@ -70,16 +70,18 @@ class HostTier(MappedTier):
         capacity_bytes: int,
         checksums: bool = True,
         clock: Clock | None = None,
+        huge_pages: bool = False,
     ) -> None:
         """Attach to the arena file at `path` or make it; None keeps pages in this process only.
 
+        `huge_pages` asks the system for them and makes do without; see huge_bytes().
         With `checksums` off, pages are neither hashed when written nor verified when read,
         except that digests handed over by another tier are kept. Raises what Arena raises.
         """
         self.page_bytes = page_bytes
         self.checksums = checksums
         self.opened_wall_s = (clock or SystemClock()).wall()
-        self._arena = Arena(path, page_bytes, capacity_bytes)
+        self._arena = Arena(path, page_bytes, capacity_bytes, huge_pages)
         self._lock = threading.Lock()
         self._closed = False
         self._sealed: dict[int, bytes] = {}
@@ -91,6 +93,22 @@ class HostTier(MappedTier):
     def capacity_for(page_bytes: int, pages: int) -> int:
         """The smallest capacity_bytes that holds `pages`."""
         return ARENA_HEADER_BYTES + pages * slot_bytes_for(page_bytes)
+
+    def arena_geometry(self) -> ArenaGeometry:
+        """Where slots and payloads lie in the arena."""
+        return self._arena.geometry
+
+    def arena_fd(self) -> int:
+        """The arena's open file, borrowed until close(). ConfigError for an anonymous arena."""
+        with self._lock:
+            self._ensure_open()
+            return self._arena.fd()
+
+    def huge_bytes(self) -> int:
+        """Bytes of the arena that huge pages hold now. Slow: for a status page."""
+        with self._lock:
+            self._ensure_open()
+            return self._arena.huge_bytes()
 
     # --- life of a page -------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from pathlib import Path
 
@@ -22,12 +23,21 @@ from tierkv.storage.errors import CapacityError, ConfigError
 
 
 def test_geometry_is_the_most_slots_that_fit() -> None:
-    assert plan_geometry(5000, 4096 + 3 * 12288 + 12287) == ArenaGeometry(5000, 12288, 3)
+    assert plan_geometry(5000, 4096 + 3 * 12288 + 12287) == ArenaGeometry(
+        total_bytes=4096 + 3 * 12288,
+        first_slot=4096,
+        slot_bytes=12288,
+        payload_offset=4096,
+        page_bytes=5000,
+        slot_count=3,
+    )
     assert plan_geometry(5000, 4096 + 12288).total_bytes == 4096 + 12288
     with pytest.raises(CapacityError, match="at least 16384"):
         plan_geometry(5000, 16383)
     with pytest.raises(ConfigError, match="must be positive, got 0"):
         plan_geometry(0, 1 << 20)
+    with pytest.raises(ConfigError, match="at most 4294967295"):
+        plan_geometry(2**32, 2**40)
 
 
 def test_the_header_block_follows_the_format_document(tmp_path: Path) -> None:
@@ -84,6 +94,34 @@ def test_a_geometry_that_does_not_fit_leaves_the_old_arena_as_it_was(
     with pytest.raises(CapacityError, match="lower the host capacity to at most"):
         Arena(path, 5000, 1 << 20)
     assert path.read_bytes() == before
+
+
+def test_the_file_is_lent_and_an_anonymous_arena_has_none(tmp_path: Path) -> None:
+    arena = Arena(tmp_path / "arena", 5000, 4096 + 2 * 12288)
+    geometry = arena.geometry
+    arena.payload_view(1)[:3] = b"abc"
+    # What another process does with the descriptor and the geometry.
+    with mmap.mmap(arena.fd(), geometry.total_bytes, prot=mmap.PROT_READ) as other:
+        start = geometry.first_slot + geometry.slot_bytes + geometry.payload_offset
+        assert other[start : start + 3] == b"abc"
+    arena.close()
+    anonymous = Arena(None, 5000, 1 << 20)
+    with pytest.raises(ConfigError, match="anonymous"):
+        anonymous.fd()
+    anonymous.close()
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_c3_huge_pages_are_asked_for_and_not_needed(tmp_path: Path, file: bool) -> None:
+    path = tmp_path / "arena" if file else None
+    plain = Arena(path, 5000, 4 << 20)
+    assert plain.huge_bytes() == 0
+    plain.close()
+    huge = Arena(path, 5000, 8 << 20, huge_pages=True)
+    huge.payload_view(1)[:3] = b"abc"
+    assert 0 <= huge.huge_bytes() <= huge.geometry.total_bytes
+    assert bytes(huge.payload_view(1)[:3]) == b"abc"
+    huge.close()
 
 
 def test_without_populate_pages_are_touched_and_keep_their_bytes(
