@@ -1,7 +1,10 @@
 """The verbs of the daemon: fields of each request and of its answer.
 
-Values only; frames.py turns them into bytes, and docs/formats/protocol.md shows those. One page
-class (one payload size) is bound to a connection by `hello`; everything after it speaks of that.
+Values only; frames.py turns them into bytes, requests.py and answers.py check their fields, and
+docs/formats/protocol.md shows the bytes. One page class (one payload size) is bound to a
+connection by `hello`; everything after it speaks of that. page_bytes 0 binds none: an operator's
+connection, for stats, namespaces, drop and flush. `fingerprint` is the text of
+storage.identity.to_json, "" when the client has none; `client` is a name for people to read.
 
 A request is [request_id, verb, fields], an answer [request_id, code, fields] where code is ""
 when it went well and else an error's stable code with {"message": one line}. Answers may come in
@@ -13,7 +16,8 @@ verb        request fields                                answer fields
 hello       version, client, page_bytes, fingerprint,     version, boot_token, session, namespace,
             mode ("shared" | "stream"), tenant            arena (Arena as a map, or None), limits
                                                           + the arena's descriptor (SCM_RIGHTS)
-                                                          when mode is shared
+                                                          when mode is shared, sent with the
+                                                          answer's first byte
 lookup      keys                                          tiers
 lease       keys, wait_ms, hold_ms                        lease, slots, tiers, checksums
 reserve     count, hold_ms                                reservation, slots
@@ -40,6 +44,9 @@ from enum import StrEnum
 from tierkv.storage.types import CommitOutcome, TierName
 
 PROTOCOL_VERSION = 1
+SLOT_ID_BYTES = 4
+PAYLOAD_FRAME_EXTRA_BYTES = 1 << 16
+"""A frame that carries a payload (put, and the answer of get) may be page_bytes and this long."""
 CHECKSUM_BYTES = 16
 BOOT_TOKEN_BYTES = 16
 
@@ -142,3 +149,5 @@ class Limits:
     """Longest hold of a lease or reservation."""
     wait_ms: int = 60_000
     """Longest wait a request may ask for."""
+    ids: int = 64
+    """Ids in one list of a release."""
