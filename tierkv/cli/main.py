@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from tierkv import __version__
+from tierkv.cli import config_command, daemon
 from tierkv.cli.bench import bench
 from tierkv.cli.console import configure_logging, write_json, write_line, write_note
 from tierkv.cli.demo import demo
@@ -45,6 +46,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 engine_app = typer.Typer(help="The inference engine.", rich_markup_mode=None)
+config_app = typer.Typer(help="The daemon's configuration.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
@@ -60,7 +62,8 @@ def _root(
 
 
 @engine_app.callback(invoke_without_command=True)
-def _engine(context: typer.Context) -> None:
+@config_app.callback(invoke_without_command=True)
+def _group(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         write_line(context.get_help())
 
@@ -82,6 +85,10 @@ app.command()(stat)
 app.command()(bench)
 engine_app.command()(serve)
 app.add_typer(engine_app, name="engine")
+app.command()(daemon.serve)
+config_app.command()(config_command.show)
+config_app.command()(config_command.check)
+app.add_typer(config_app, name="config")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

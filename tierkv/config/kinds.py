@@ -52,7 +52,10 @@ class Size:
         return int(whole_bytes * self.percent / 100)
 
     def __str__(self) -> str:
-        return str(self.size_bytes) if self.percent is None else f"{self.percent:f}%"
+        if self.percent is not None:
+            return f"{self.percent:f}%"
+        assert self.size_bytes is not None
+        return show_size(self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +146,14 @@ def _size(text: str) -> int:
         raise ValueError(str(error).removeprefix("size: ")) from None
 
 
+def show_size(size_bytes: int) -> str:
+    """The shortest exact form that parse_size reads: 1GiB, 1536KiB, 1000."""
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes and size_bytes % factor == 0:
+            return f"{size_bytes // factor}{unit}"
+    return str(size_bytes)
+
+
 def _share_or_size(text: str) -> Size:
     percent = _PERCENT.fullmatch(text.strip())
     if percent is None:
@@ -224,7 +235,7 @@ def _hex_prefix(text: str) -> str:
     return text.strip()
 
 
-SIZE = Kind("SIZE", _size)
+SIZE = Kind("SIZE", _size, show_size)
 SHARE_OR_SIZE = Kind("SIZE|%", _share_or_size)
 RATIO = Kind("%", _ratio, _show_ratio)
 DURATION = Kind("TIME", _duration, show_duration)

@@ -13,6 +13,7 @@ from typing import Any
 
 from tierkv.config import schema
 from tierkv.config.fit import fit
+from tierkv.config.kinds import show_size
 from tierkv.config.machine import Machine, SystemMachine
 from tierkv.config.schema import QUOTAS, SECTIONS, QuotaSection, Settings
 from tierkv.config.sources import Layers, Mistake, read_layers
@@ -91,6 +92,6 @@ def _in_force(layers: Layers, values: Mapping[str, Any]) -> list[InForce]:
         assert key is not None
         hidden = key.secret and value is not None
         resolved = isinstance(value, int) and not isinstance(layers.values[name].parsed, int)
-        text = HIDDEN if hidden else str(value) if resolved else key.kind.show(value)
+        text = HIDDEN if hidden else show_size(value) if resolved else key.kind.show(value)
         shown.append(InForce(name, text, layers.values[name].place))
     return shown
