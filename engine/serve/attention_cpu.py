@@ -24,18 +24,24 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tierkv.engine.serve.batch import ForwardBatch, Int32Array, SequenceSpan
 from tierkv.engine.serve.kv_pool import KVPool
 
 RUNS_MAX = 4
-"""Merging one more run costs about as much as copying this many tokens' share of K and V."""
-SPLIT_TOKENS_MIN = 512
-"""Shortest part worth splitting a decode's run into, to occupy all threads."""
+"""Merging one more run costs about as much as copying a few hundred tokens' K and V."""
+SPLIT_TOKENS = 256
+"""A long run of a decode is cut into parts of about this many tokens, for all threads to share
+and so that the heads of a part find its lines in the cache."""
+SPLIT_TOKENS_MIN = 1024
+"""Shortest run worth cutting: merging the parts costs as much as reading some 300 tokens."""
+CHUNK_BLOCK = 256
+"""Rows of a prefill chunk attended at a time: what is later than a block is never computed."""
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Attention over part of a context, [parts, heads, rows, head_dim], and its log-sum-exp
-[parts, heads, rows]."""
+[parts, heads, rows]. parts is 1 outside a cut run."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool, torch.Tensor | None], Partial]
 
 
@@ -69,35 +75,46 @@ class _Decodes:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        kv_heads, head_dim = key.shape[1:]
-        rows = query[self._start : self._end].view(
-            -1, kv_heads, query.shape[1] // kv_heads, head_dim
-        )
-        done = torch.cat(
-            [
-                _merge(context.attend(layer, row))
-                for context, row in zip(self._contexts, rows.split(1), strict=True)
-            ]
-        )
-        return done.view(len(self._contexts), -1)
+        heads, head_dim = query.shape[1:]
+        kv_heads = key.shape[1]
+        rows = query[self._start : self._end].view(-1, kv_heads, heads // kv_heads, head_dim)
+        done = [
+            context.attend_row(layer, row)
+            for context, row in zip(self._contexts, rows.split(1), strict=True)
+        ]
+        return torch.cat(done).view(-1, heads * head_dim)
 
 
 class _Chunk:
     """Several new tokens of one sequence."""
 
     def __init__(self, span: SequenceSpan, pool: KVPool) -> None:
-        self._rows = slice(span.query_start, span.query_start + span.query_len)
+        self._start = span.query_start
+        self._len = span.query_len
         past = span.context_len - span.query_len
         self._past = _Context(span, past, pool, split=False) if past else None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        q, k, v = (part[self._rows].transpose(0, 1).unsqueeze(0) for part in (query, key, value))
-        partials = [_kernel(q, k, v, True, None)]
-        if self._past is not None:
-            partials.extend(self._past.attend(layer, q))
-        return _merge(partials)[0].transpose(0, 1).flatten(1)
+        q, k, v = (
+            rows[self._start : self._start + self._len].transpose(0, 1).unsqueeze(0)
+            for rows in (query, key, value)
+        )
+        done = []
+        for start in range(0, self._len, CHUNK_BLOCK):
+            block = slice(start, min(start + CHUNK_BLOCK, self._len))
+            rows = q[:, :, block]
+            partial = _kernel(rows, k[:, :, block], v[:, :, block], True, None)
+            if start:
+                partial = _join(
+                    partial, _kernel(rows, k[:, :, :start], v[:, :, :start], False, None)
+                )
+            if self._past is not None:
+                for earlier in self._past.attend(layer, rows):
+                    partial = _join(partial, earlier)
+            done.append(partial[0][0].transpose(0, 1).flatten(1))
+        return done[0] if len(done) == 1 else torch.cat(done)
 
 
 class _Context:
@@ -114,6 +131,16 @@ class _Context:
             self._pages = torch.from_numpy(span.pages[:count]).long()
         else:
             self._runs = [_Run(pool, start, end, split) for start, end in runs]
+
+    def attend_row(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """Attention of one token, `query` [1, kv_heads, group, head_dim]; returns that shape."""
+        if len(self._runs) == 1 and self._runs[0].whole:
+            run = self._runs[0]
+            return F.scaled_dot_product_attention(query, run.keys[layer], run.values[layer])
+        partial, *others = self.attend(layer, query)
+        for other in others:
+            partial = _join(partial, other)
+        return partial[0]
 
     def attend(self, layer: int, query: torch.Tensor) -> list[Partial]:
         """Unmasked attention of `query` [1, heads, rows, head_dim], one partial per run."""
@@ -134,26 +161,30 @@ class _Run:
     def __init__(self, pool: KVPool, start: int, end: int, split: bool) -> None:
         layers, _, _, _, kv_heads, head_dim = pool.kv.shape
         length = end - start
-        self._parts = _part_count(length, kv_heads) if split else 1
+        self._parts = max(1, length // SPLIT_TOKENS) if split and length >= SPLIT_TOKENS_MIN else 1
+        self.whole = self._parts == 1
         step = length // self._parts
         longest = length - step * (self._parts - 1)
         token = kv_heads * head_dim
-        side = pool.num_pages * pool.page_tokens * token
         views = pool.kv.as_strided(
             (layers * 2, self._parts, kv_heads, longest, head_dim),
-            (side, step * token, head_dim, token, 1),
+            (pool.num_pages * pool.page_tokens * token, step * token, head_dim, token, 1),
             pool.kv.storage_offset() + start * token,
         ).unbind(0)
-        self._keys, self._values = views[::2], views[1::2]
+        self.keys, self.values = views[::2], views[1::2]
         self._mask: torch.Tensor | None = None
         if longest > step:
             self._mask = torch.zeros((self._parts, 1, 1, longest))
             self._mask[:-1, ..., step:] = -math.inf
 
     def attend(self, layer: int, query: torch.Tensor) -> Partial:
-        if self._parts > 1:
-            query = query.expand(self._parts, -1, -1, -1)
-        return _kernel(query, self._keys[layer], self._values[layer], False, self._mask)
+        """Unmasked attention over the run; `query` [1, heads, rows, head_dim]."""
+        if self.whole:
+            return _kernel(query, self.keys[layer], self.values[layer], False, None)
+        many = query.expand(self._parts, -1, -1, -1)
+        outs, sums = _kernel(many, self.keys[layer], self.values[layer], False, self._mask)
+        weights = sums.softmax(0).unsqueeze_(-1)
+        return (outs * weights).sum(0, keepdim=True), sums.logsumexp(0, keepdim=True)
 
 
 def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[int, int]]:
@@ -169,20 +200,10 @@ def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[i
     return runs
 
 
-def _part_count(length: int, kv_heads: int) -> int:
-    """Fewest parts with the least work for the busiest thread; a part's head is a unit."""
-    threads = torch.get_num_threads()
-    counts = range(1, max(1, min(length // SPLIT_TOKENS_MIN, threads)) + 1)
-    return min(counts, key=lambda count: -(-count * kv_heads // threads) / count)
-
-
-def _merge(partials: list[Partial]) -> torch.Tensor:
-    """Weigh the parts of one context by their log-sum-exp; [1, heads, rows, head_dim]."""
-    if len(partials) == 1 and len(partials[0][0]) == 1:
-        return partials[0][0]
-    outs = torch.cat([out for out, _ in partials])
-    weights = torch.cat([sums for _, sums in partials]).softmax(0)
-    return (outs * weights.unsqueeze(-1)).sum(0, keepdim=True)
+def _join(one: Partial, other: Partial) -> Partial:
+    """Attention over two disjoint parts of a context, weighed by their log-sum-exp."""
+    share = torch.sigmoid(other[1] - one[1]).unsqueeze_(-1)
+    return torch.lerp(one[0], other[0], share), torch.logaddexp(one[1], other[1])
 
 
 def flash_kernel(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 logger = logging.getLogger(__name__)
 
-_PACK_ROWS_HINT = 8
+_PACK_ROWS_HINT = 256
 _CHECK_ROWS = (1, 2, 3, 8, 33)
 _CHECK_RELATIVE_ERROR_MAX = 1e-5
 
