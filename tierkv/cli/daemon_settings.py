@@ -112,6 +112,7 @@ def daemon_config(settings: Settings) -> DaemonConfig:
         write_policy=movement.write_policy,
         selective_hits=movement.selective_hits,
         admission=movement.admission,
+        checksums=movement.checksums,
         verify_commit=VerifyCommit(movement.verify_commit),
         verify_commit_every=movement.verify_commit_every,
         verify_lease=VerifyLease(movement.verify_lease),
@@ -144,6 +145,7 @@ def _limits(settings: Settings) -> Any:
         reservations=limits.reservations,
         reserved_pages=limits.reserved_pages,
         in_flight=limits.in_flight,
+        ids=limits.ids,
         hold_ms=round(limits.hold * 1000),
         wait_ms=round(limits.wait * 1000),
     )

@@ -33,6 +33,15 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """A key that holds others."""
+
+    line: int
+    is_list: bool
+    """A list of mappings, or of anything but plain values."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fault:
     """What is wrong with a file, and where. Line 0: the whole file."""
 
@@ -46,8 +55,8 @@ class Document:
 
     entries: dict[str, Entry] = field(default_factory=dict)
     """By dotted key; the rules of a list are numbered from 0: quotas.0.ttl."""
-    groups: dict[str, int] = field(default_factory=dict)
-    """Lines of the keys that hold a mapping or a list of mappings, by dotted key."""
+    groups: dict[str, Group] = field(default_factory=dict)
+    """By dotted key."""
     faults: list[Fault] = field(default_factory=list)
 
 
@@ -129,7 +138,7 @@ def _walk_value(name: str, node: yaml.Node, line: int, depth: int, document: Doc
     if depth >= DEPTH_MAX:
         document.faults.append(Fault(line, f"{name}: expected a value, got {_kind(node)}"))
     elif isinstance(node, yaml.MappingNode):
-        document.groups[name] = line
+        document.groups[name] = Group(line, is_list=False)
         _walk_mapping(node, f"{name}.", depth + 1, document)
     elif isinstance(node, yaml.SequenceNode):
         _walk_sequence(name, node, line, depth, document)
@@ -143,7 +152,7 @@ def _walk_sequence(
         text = ",".join(item.value for item in node.value)
         document.entries[name] = Entry(text, line, is_list=True)
         return
-    document.groups[name] = line
+    document.groups[name] = Group(line, is_list=True)
     for index, item in enumerate(node.value):
         _walk_value(f"{name}.{index}", item, item.start_mark.line + 1, depth + 1, document)
 

@@ -141,6 +141,7 @@ class MovementSection:
         AdmissionName,
         Key(choice(AdmissionName), AdmissionName.HOTNESS.value, "Which pages may go to disk."),
     ]
+    checksums: Annotated[bool, Key(FLAG, "true", "Keep a checksum of every page.")]
     verify_commit: Annotated[
         str, Key(choice(VERIFY_COMMIT), "always", "Whose checksums are recorded at commit.")
     ]
@@ -173,6 +174,7 @@ class LimitsSection:
     in_flight: Annotated[
         int, Key(whole_number(1, 65536), "256", "Requests that wait for an answer.")
     ]
+    ids: Annotated[int, Key(whole_number(1, 4096), "64", "Ids in one list of a release.")]
     hold: Annotated[float, Key(DURATION, "10m", "Longest hold of a lease or reservation.")]
     wait: Annotated[float, Key(DURATION, "1m", "Longest wait a request may ask for.")]
 

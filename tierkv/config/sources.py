@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tierkv.config import schema
-from tierkv.config.document import Document, Entry, read_document
+from tierkv.config.document import Document, Entry, Group, read_document
 from tierkv.config.schema import QUOTAS, SECTIONS, QuotaSection
 
 PREFIX = "TIERKV_"
@@ -109,33 +109,40 @@ def _add_file(layers: Layers, file: Path) -> None:
     for name, entry in document.entries.items():
         if schema.find(name) is not None:
             _add(layers, name, entry, _line(file, entry.line))
-        elif not _is_empty_group(name, entry) and not _is_below_key(name):
+        elif not _is_empty_group(name, entry):
             found.append((entry.line, Mistake(_line(file, entry.line), _unknown_entry(name))))
-    for name, line in document.groups.items():
+    for name, group in document.groups.items():
         index = _rule_index(name)
         if index is not None:
-            layers.rule_places[index] = _line(file, line)
+            layers.rule_places[index] = _line(file, group.line)
     found += [(_line_number(mistake), mistake) for mistake in layers.mistakes[before:]]
     del layers.mistakes[before:]
     layers.mistakes += [mistake for _, mistake in sorted(found, key=lambda item: item[0])]
 
 
 def _shape_mistakes(file: Path, document: Document) -> Iterator[tuple[int, Mistake]]:
-    """Mappings where a value belongs, and sections nobody knows."""
-    for name, line in document.groups.items():
-        place = _line(file, line)
-        if name in SECTIONS or name == QUOTAS or _rule_index(name) is not None:
+    """Mappings and lists where something else belongs; what is below them is passed over."""
+    for name, group in list(document.groups.items()):
+        text = None if name not in document.groups else _group_mistake(name, group)
+        if text is None:
             continue
-        if schema.find(name) is not None:
-            yield line, Mistake(place, f"{name}: expected a value, got a mapping or list of them")
-        elif "." not in name:
-            yield line, Mistake(place, _unknown_section(name))
-            inside = [entry for entry in document.entries if entry.startswith(f"{name}.")]
-            for entry_name in inside:
-                # One mistake for the section is enough.
-                del document.entries[entry_name]
-        else:
-            yield line, Mistake(place, _unknown(name))
+        yield group.line, Mistake(_line(file, group.line), text)
+        for table in (document.entries, document.groups):
+            for below in [other for other in table if other.startswith(f"{name}.")]:
+                table.pop(below)
+
+
+def _group_mistake(name: str, group: Group) -> str | None:
+    """What is wrong with a mapping or list at this key; None when it belongs there."""
+    if name in SECTIONS:
+        return f"{name}: expected keys below it, got a list" if group.is_list else None
+    if name == QUOTAS:
+        return None if group.is_list else f"{name}: expected a list of rules, got a mapping"
+    if _rule_index(name) is not None:
+        return f"{name}: expected a rule, got a list" if group.is_list else None
+    if schema.find(name) is not None:
+        return f"{name}: expected a value, got a {'list' if group.is_list else 'mapping'}"
+    return _unknown(name) if "." in name else _unknown_section(name)
 
 
 def _line(file: Path, line: int) -> str:
@@ -149,11 +156,6 @@ def _line_number(mistake: Mistake) -> int:
 def _is_empty_group(name: str, entry: Entry) -> bool:
     """A section with nothing below it, as when all its keys are commented out."""
     return entry.text == "" and (name in SECTIONS or name == QUOTAS)
-
-
-def _is_below_key(name: str) -> bool:
-    """Something inside a mapping that stands where a value belongs; told once, by the mapping."""
-    return any(schema.find(name.rsplit(".", count)[0]) for count in (1, 2))
 
 
 def _rule_index(name: str) -> int | None:
