@@ -82,7 +82,8 @@ class _Decodes:
             context.attend_row(layer, row)
             for context, row in zip(self._contexts, rows.split(1), strict=True)
         ]
-        return torch.cat(done).view(-1, heads * head_dim)
+        out = done[0] if len(done) == 1 else torch.cat(done)
+        return out.reshape(-1, heads * head_dim)
 
 
 class _Chunk:
@@ -137,13 +138,16 @@ class _Context:
         if len(self._runs) == 1 and self._runs[0].whole:
             run = self._runs[0]
             return F.scaled_dot_product_attention(query, run.keys[layer], run.values[layer])
-        partial, *others = self.attend(layer, query)
-        for other in others:
-            partial = _join(partial, other)
-        return partial[0]
+        partials = self.attend(layer, query)
+        if len(partials) == 1:
+            outs, sums = partials[0]
+        else:
+            outs = torch.cat([out for out, _ in partials])
+            sums = torch.cat([sums for _, sums in partials])
+        return (outs * sums.softmax(0).unsqueeze_(-1)).sum(0, keepdim=True)
 
     def attend(self, layer: int, query: torch.Tensor) -> list[Partial]:
-        """Unmasked attention of `query` [1, heads, rows, head_dim], one partial per run."""
+        """Unmasked attention of `query` [1, heads, rows, head_dim], at least a partial a run."""
         if self._pages is None:
             return [run.attend(layer, query) for run in self._runs]
         gathered = self._pool.kv[layer].index_select(1, self._pages).flatten(1, 2)
@@ -178,13 +182,11 @@ class _Run:
             self._mask[:-1, ..., step:] = -math.inf
 
     def attend(self, layer: int, query: torch.Tensor) -> Partial:
-        """Unmasked attention over the run; `query` [1, heads, rows, head_dim]."""
+        """Unmasked attention over each part; `query` [1, heads, rows, head_dim]."""
         if self.whole:
             return _kernel(query, self.keys[layer], self.values[layer], False, None)
         many = query.expand(self._parts, -1, -1, -1)
-        outs, sums = _kernel(many, self.keys[layer], self.values[layer], False, self._mask)
-        weights = sums.softmax(0).unsqueeze_(-1)
-        return (outs * weights).sum(0, keepdim=True), sums.logsumexp(0, keepdim=True)
+        return _kernel(many, self.keys[layer], self.values[layer], False, self._mask)
 
 
 def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[int, int]]:

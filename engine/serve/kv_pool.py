@@ -43,12 +43,14 @@ class KVPool:
             device=device,
         )
         self.page_bytes = config.kv_bytes_per_token(self.kv.itemsize) * page_tokens
+        slots = self.kv.view(-1, num_pages * page_tokens, config.num_kv_heads, config.head_dim)
+        # Views are made once: a decode step asks for every layer's.
+        sides = slots.unbind(0)
+        self._layers = list(zip(sides[::2], sides[1::2], strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer as token slots, [pages * page_tokens, kv_heads, head_dim].
 
         Views: writing to them writes the pool.
         """
-        kv_heads, head_dim = self.kv.shape[-2:]
-        pair = self.kv[index].view(2, -1, kv_heads, head_dim)
-        return pair[0], pair[1]
+        return self._layers[index]

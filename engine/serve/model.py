@@ -29,14 +29,41 @@ BeforeLayer = Callable[[int], None]
 """Called with a layer's index before that layer's attention reads the pool."""
 
 
+_MLP_ROWS = 256
+
+
+class _RmsNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis."""
+
+    __slots__ = ("_eps", "_shift", "_size", "_weight")
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self._size = weight.shape[0]
+        self._eps = eps
+        # On the CPU torch's own operator is a longer chain of passes over the rows. There the
+        # mean's division moves into these two: x / sqrt(sum(x^2) + size eps) * sqrt(size) w.
+        self._shift: torch.Tensor | None = None
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            self._shift = torch.tensor([eps * self._size])
+            weight = weight * self._size**0.5
+        self._weight = weight
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._shift is None:
+            return F.rms_norm(rows, (self._size,), self._weight, self._eps)
+        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._shift, norm, norm).rsqrt_()
+        return (rows * scale).mul_(self._weight)
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: torch.Tensor
+    input_norm: _RmsNorm
     qkv: Linear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: _RmsNorm | None
+    k_norm: _RmsNorm | None
     output: Linear
-    post_norm: torch.Tensor
+    post_norm: _RmsNorm
     gate_up: Linear
     down: Linear
 
@@ -68,7 +95,7 @@ class DecoderModel:
         hidden, vocab = config.hidden_size, config.vocab_size
         self._embedding = source.take("model.embed_tokens.weight", (vocab, hidden))
         self._layers = [_load_layer(source, config, i) for i in range(config.num_layers)]
-        self._norm = source.take("model.norm.weight", (hidden,))
+        self._norm = source.norm("model.norm.weight", hidden, config.rms_norm_eps)
         if config.tie_word_embeddings:
             self._head = make_linear(self._embedding)
         else:
@@ -89,7 +116,7 @@ class DecoderModel:
         plan = plan_attention(batch, pool)
         hidden = F.embedding(ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(self._rms(hidden, layer.input_norm))
+            qkv = layer.qkv(layer.input_norm(hidden))
             query, key, value = self._heads(layer, qkv, cos, sin)
             keys, values = pool.layer(index)
             keys.index_copy_(0, slots, key)
@@ -97,20 +124,13 @@ class DecoderModel:
             if before_layer is not None:
                 before_layer(index)
             hidden += layer.output(plan.attend(index, query, key, value))
-            gate, up = layer.gate_up(self._rms(hidden, layer.post_norm)).chunk(2, dim=-1)
-            hidden += layer.down(F.silu(gate) * up)
+            # In blocks, so that the widest intermediates of a long prefill stay in the cache and
+            # in memory that the allocator already holds.
+            for block in hidden.split(_MLP_ROWS) if len(hidden) > _MLP_ROWS else (hidden,):
+                gate, up = layer.gate_up(layer.post_norm(block)).chunk(2, dim=-1)
+                block += layer.down(F.silu(gate).mul_(up))
         rows = torch.from_numpy(batch.logit_rows).to(self.device)
-        wanted = self._rms(hidden.index_select(0, rows), self._norm)
-        return self._head(wanted).float()
-
-    def _rms(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        size, eps = hidden.shape[-1], self.config.rms_norm_eps
-        if self.device.type != "cpu":
-            return F.rms_norm(hidden, (size,), weight, eps)
-        # torch's CPU version is a chain of more operators, each a pass over all rows.
-        norm = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-        scale = norm.square_().div_(size).add_(eps).rsqrt_()
-        return (hidden * scale).mul_(weight)
+        return self._head(self._norm(hidden.index_select(0, rows))).float()
 
     def _heads(
         self, layer: _Layer, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -124,8 +144,8 @@ class DecoderModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             query_key = torch.cat(
                 (
-                    self._rms(query_key[:, : config.num_heads], layer.q_norm),
-                    self._rms(query_key[:, config.num_heads :], layer.k_norm),
+                    layer.q_norm(query_key[:, : config.num_heads]),
+                    layer.k_norm(query_key[:, config.num_heads :]),
                 ),
                 dim=1,
             )
@@ -157,6 +177,9 @@ class _Source:
             )
         return tensor.to(device=self._device, dtype=self._dtype)
 
+    def norm(self, name: str, size: int, eps: float) -> _RmsNorm:
+        return _RmsNorm(self.take(name, (size,)), eps)
+
     def join(self, parts: list[tuple[str, tuple[int, ...]]]) -> torch.Tensor:
         """Concatenate along the first axis."""
         return torch.cat([self.take(name, shape) for name, shape in parts])
@@ -174,18 +197,20 @@ def _load_layer(source: _Source, config: ModelConfig, index: int) -> _Layer:
         qkv_bias = source.join([(f"{attn}{name}.bias", (size,)) for name, size in sizes])
         output_bias = source.take(f"{attn}o_proj.bias", (hidden,))
     if config.architecture == "qwen3":
-        q_norm = source.take(f"{attn}q_norm.weight", (head_dim,))
-        k_norm = source.take(f"{attn}k_norm.weight", (head_dim,))
+        q_norm = source.norm(f"{attn}q_norm.weight", head_dim, config.rms_norm_eps)
+        k_norm = source.norm(f"{attn}k_norm.weight", head_dim, config.rms_norm_eps)
     gate_up = source.join(
         [(f"{prefix}mlp.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj")]
     )
     return _Layer(
-        input_norm=source.take(f"{prefix}input_layernorm.weight", (hidden,)),
+        input_norm=source.norm(f"{prefix}input_layernorm.weight", hidden, config.rms_norm_eps),
         qkv=make_linear(qkv, qkv_bias),
         q_norm=q_norm,
         k_norm=k_norm,
         output=make_linear(source.take(f"{attn}o_proj.weight", (hidden, q_size)), output_bias),
-        post_norm=source.take(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+        post_norm=source.norm(
+            f"{prefix}post_attention_layernorm.weight", hidden, config.rms_norm_eps
+        ),
         gate_up=make_linear(gate_up),
         down=make_linear(source.take(f"{prefix}mlp.down_proj.weight", (hidden, inner))),
     )
