@@ -67,6 +67,17 @@ def test_r1_r2_r3_an_arena_is_attached_with_its_pages_and_their_order(tmp_path: 
     second.close()
 
 
+def test_r2_owners_are_recovered_by_attaching(tmp_path: Path) -> None:
+    first = open_host(tmp_path / "arena")
+    put(first, [1, 2, 3], [4, 2**32 - 1, 4])
+    first.close()
+    second = open_host(tmp_path / "arena")
+    second.check()
+    assert second.owners() == {4: 2, 2**32 - 1: 1}
+    assert second.keys_of(4) == [page_key(1), page_key(3)]
+    second.close()
+
+
 def test_removed_pages_stay_removed_after_attaching(tmp_path: Path) -> None:
     first = open_host(tmp_path / "arena")
     put(first, [1, 2, 3])

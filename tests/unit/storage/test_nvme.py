@@ -161,6 +161,22 @@ def test_w7_two_keys_on_one_slot_never_serve_the_wrong_page(tmp_path: Path) -> N
     tier.close()
 
 
+@pytest.mark.parametrize("index_lost", [False, True])
+def test_r2_owners_are_recovered_from_the_index_or_the_headers(
+    tmp_path: Path, index_lost: bool
+) -> None:
+    first = open_nvme(tmp_path)
+    put(first, [1, 2, 3], [4, 2**32 - 1, 4])
+    first.close()
+    if index_lost:
+        (class_folder(tmp_path) / "index" / "data.mdb").unlink()
+    second = open_nvme(tmp_path)
+    second.check()
+    assert second.owners() == {4: 2, 2**32 - 1: 1}
+    assert sorted(second.keys_of(4)) == [page_key(1), page_key(3)]
+    second.close()
+
+
 @pytest.mark.parametrize("loss", ["missing", "empty", "garbage", "truncated"])
 def test_r1_a_lost_index_is_rebuilt_from_slot_headers(tmp_path: Path, loss: str) -> None:
     first = open_nvme(tmp_path)
@@ -561,6 +577,8 @@ def test_an_index_entry_follows_the_format_document() -> None:
     assert pack_entry(header, 3).hex() == (
         "0700000000000000881300000000000003000000010000004f64c6c36836832295929931b75a6d9f"
     )
+    owned = SlotHeader(page_key(1), 5000, checksum, 7, owner=0x01020304)
+    assert pack_entry(owned, 3)[8:16].hex() == "8813000004030201"
 
 
 def test_the_index_grows_when_its_map_is_full(tmp_path: Path) -> None:

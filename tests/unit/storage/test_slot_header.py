@@ -56,6 +56,15 @@ def test_the_worked_example_of_the_format_document() -> None:
     assert parse_header(block_with(EXAMPLE)) == EXAMPLE
 
 
+def test_an_owner_shares_the_word_of_the_payload_length_and_is_sealed() -> None:
+    owned = replace(EXAMPLE, owner=2**32 - 1)
+    packed = owned.pack()
+    assert packed[48:56].hex() == "88130000ffffffff"
+    assert parse_header(packed) == owned
+    # A page without one has the image it had before there were owners.
+    assert parse_header(bytes.fromhex(EXAMPLE_HEX)) == replace(EXAMPLE, owner=0)
+
+
 def test_slot_sizes_are_header_and_payload_in_whole_blocks() -> None:
     assert [slot_bytes_for(n) for n in (1, 4096, 4097, 5000)] == [8192, 8192, 12288, 12288]
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.storage.tier_conformance import page_key
 from tierkv.storage.tiers.slot_table import SlotTable
+from tierkv.storage.types import PageKey
 
 SLOTS = 3000
 
@@ -49,6 +50,47 @@ def test_coldest_is_exact_lru_whatever_is_touched_leased_or_removed(seed: int) -
     table.check()
     rest = [k for k in order if k not in leased]
     assert [table.keys[s] for s in table.coldest(SLOTS)] == rest, f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_coldest_of_some_owners_is_exact_lru_among_theirs(seed: int) -> None:
+    chance = random.Random(seed)
+    table = SlotTable(SLOTS, SLOTS)
+    order: dict[PageKey, int] = {}
+
+    def publish(slot: int) -> None:
+        key, owner = page_key(chance.getrandbits(64)), chance.randrange(12)
+        table.publish(slot, key, b"", table.next_tick(), owner)
+        order[key] = owner
+
+    for slot in table.take(SLOTS):
+        publish(slot)
+    for step in range(400):
+        owners = chance.sample(range(12), chance.randrange(13))
+        if chance.random() < 0.3:
+            key = chance.choice(list(order))
+            table.touch(table.index[key])
+            order[key] = order.pop(key)
+        count = chance.randrange(1, 30)
+        expected = [key for key, owner in order.items() if owner in owners][:count]
+        slots = table.coldest(count, owners)
+        assert [table.keys[slot] for slot in slots] == expected, f"seed {seed} step {step}"
+        for key in expected:
+            table.remove(key)
+            del order[key]
+        for slot in table.take(chance.randrange(30)):
+            publish(slot)
+    table.check()
+
+
+def test_a_page_that_came_back_is_as_cold_as_it_was() -> None:
+    table = filled(10)
+    (slot,) = table.coldest(1)
+    table.detach(slot)
+    assert table.coldest(1) == [slot + 1]
+    table.reattach(slot)
+    assert table.coldest(2) == [slot, slot + 1]
+    table.check()
 
 
 def test_leased_pages_at_the_cold_end_hide_nothing() -> None:

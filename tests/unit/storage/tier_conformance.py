@@ -35,13 +35,13 @@ def page_bytes_of(number: int, nbytes: int = PAGE_BYTES) -> bytes:
     return random.Random(number).randbytes(nbytes)
 
 
-def put(tier: Tier, numbers: list[int]) -> list[CommitOutcome]:
+def put(tier: Tier, numbers: list[int], owners: list[int] | int = 0) -> list[CommitOutcome]:
     """Write and commit these pages, checking after each step."""
     with tier.reserve(len(numbers)) as reservation:
         assert len(reservation) == len(numbers), "no room for the test's pages"
         for index, number in enumerate(numbers):
             tier.write(reservation, index, page_bytes_of(number, tier.page_bytes))
-        outcomes = tier.commit(reservation, [page_key(n) for n in numbers])
+        outcomes = tier.commit(reservation, [page_key(n) for n in numbers], owners)
     tier.check()
     return outcomes
 
@@ -303,6 +303,107 @@ class TierConformance:
         assert tier.stats().free_pages == PAGES - 1
         assert get(tier, 1) == page_bytes_of(1)
 
+    # --- owners, quiet readers
+
+    def test_owners_are_kept_with_their_pages(self, tier: Tier) -> None:
+        put(tier, [1, 2, 3], [7, 0, 2**32 - 1])
+        put(tier, [4], 7)
+        keys = [page_key(n) for n in (1, 2, 3, 4, 9)]
+        assert tier.owner_of(keys) == [7, 0, 2**32 - 1, 7, None]
+        assert tier.owners() == {7: 2, 0: 1, 2**32 - 1: 1}
+        with tier.lease(keys) as lease:
+            assert lease.owners == [7, 0, 2**32 - 1, 7]
+        tier.check()
+
+    def test_a_page_that_exists_keeps_its_owner(self, tier: Tier) -> None:
+        put(tier, [1], 7)
+        assert put(tier, [1], 8) == [CommitOutcome.EXISTS]
+        assert tier.owners() == {7: 1}
+
+    def test_owners_are_counted_out_with_their_pages(self, tier: Tier) -> None:
+        put(tier, [1, 2, 3, 4], [5, 5, 6, 6])
+        with tier.lease([page_key(1)]):
+            tier.drop([page_key(1)])
+            tier.check()
+            assert tier.owners() == {5: 1, 6: 2}
+        assert tier.evict(1) == [page_key(2)]
+        tier.check()
+        assert tier.owners() == {6: 2}
+        with tier.reserve(1) as reservation:
+            tier.write(reservation, 0, page_bytes_of(8), bytes(range(16)))
+            tier.commit(reservation, [page_key(8)], 9)
+        assert tier.owners() == {6: 2, 9: 1}
+        assert get(tier, 8) is None
+        tier.check()
+        assert tier.owners() == {6: 2}
+        # A slot that comes back under another owner counts for that one.
+        put(tier, [1, 2], 4)
+        assert tier.owners() == {6: 2, 4: 2}
+        tier.check()
+
+    def test_keys_of_an_owner_coldest_first(self, tier: Tier) -> None:
+        put(tier, [1, 2, 3, 4], [5, 6, 5, 6])
+        tier.touch([page_key(1)])
+        with tier.lease([page_key(3)], quiet=True):
+            assert tier.keys_of(5) == [page_key(3), page_key(1)]
+        assert tier.keys_of() == [page_key(n) for n in (2, 3, 4, 1)]
+        assert tier.keys_of(7) == []
+        tier.check()
+
+    def test_eviction_keeps_to_the_owners_named(self, tier: Tier) -> None:
+        put(tier, [1, 2, 3, 4, 5], [5, 6, 7, 5, 6])
+        assert tier.victims(9, [5, 7]) == [page_key(n) for n in (1, 3, 4)]
+        assert tier.victims(9, []) == tier.victims(9, [99]) == tier.evict(9, []) == []
+        with tier.lease([page_key(1)], quiet=True):
+            assert tier.evict(1, {5}) == [page_key(4)]
+            assert tier.evict(1, {5}) == []
+            tier.check()
+        tier.touch([page_key(2)])
+        assert tier.evict(1, (6,)) == [page_key(5)]
+        assert tier.victims(9) == [page_key(n) for n in (1, 3, 2)]
+        assert tier.evict(9, range(10)) == [page_key(n) for n in (1, 3, 2)]
+        tier.check()
+        assert (tier.owners(), tier.stats().evictions) == ({}, 5)
+
+    @pytest.mark.parametrize("owners", [-1, 2**32, [1, 2], []])
+    def test_a_wrong_owner_is_refused(self, tier: Tier, owners: list[int] | int) -> None:
+        with tier.reserve(1) as reservation:
+            tier.write(reservation, 0, page_bytes_of(1))
+            with pytest.raises(ValueError, match="owner"):
+                tier.commit(reservation, [page_key(1)], owners)
+            tier.check()
+            assert tier.commit(reservation, [page_key(1)], 3) == [CommitOutcome.COMMITTED]
+        assert tier.owner_of([page_key(1)]) == [3]
+
+    def test_p4_a_quiet_lease_counts_nothing_and_warms_nothing(self, tier: Tier) -> None:
+        put(tier, [1, 2, 3])
+        before = tier.stats()
+        with tier.lease([page_key(1), page_key(9)], quiet=True) as lease:
+            assert lease.keys == [page_key(1)]
+            assert tier.evict(1) == [page_key(2)]
+            out = memoryview(bytearray(PAGE_BYTES))
+            assert tier.read(lease, 0, out) is ReadOutcome.OK
+        after = tier.stats()
+        assert (after.hits, after.misses) == (before.hits, before.misses)
+        assert tier.victims(2) == [page_key(1), page_key(3)]
+        tier.check()
+
+    @pytest.mark.parametrize("told", [(1, 7), (2, 7), (1, 8), (2, 8)])
+    def test_commit_decides_whatever_the_write_was_told(
+        self, tier: Tier, told: tuple[int, int]
+    ) -> None:
+        with tier.reserve(2) as reservation:
+            for index in range(2):
+                content = page_bytes_of(index + 1)
+                key = page_key(told[0] + index)
+                tier.write(reservation, index, content, key=key, owner=told[1])
+            outcomes = tier.commit(reservation, [page_key(1), page_key(2)], 7)
+        assert outcomes == [CommitOutcome.COMMITTED] * 2
+        tier.check()
+        assert [get(tier, n) for n in (1, 2)] == [page_bytes_of(n) for n in (1, 2)]
+        assert tier.owners() == {7: 2}
+        assert tier.lookup([page_key(3)]) == [False]
+
     # --- as a whole
 
     def test_stats_conserve_slots(self, tier: Tier) -> None:
@@ -332,6 +433,9 @@ class TierConformance:
             lambda: tier.victims(1),
             lambda: tier.touch([page_key(1)]),
             lambda: tier.drop([page_key(1)]),
+            lambda: tier.owner_of([page_key(1)]),
+            tier.owners,
+            tier.keys_of,
             tier.check,
         ):
             with pytest.raises(TierClosedError, match="closed"):
@@ -416,14 +520,14 @@ def _hammer(tier: Tier, chance: random.Random, steps: int) -> None:
                 for index in range(len(reservation)):
                     tier.write(reservation, index, page_bytes_of(numbers[index]))
                 if chance.random() < 0.9:
-                    tier.commit(reservation, keys[: len(reservation)])
+                    tier.commit(reservation, keys[: len(reservation)], chance.randrange(3))
         elif action <= 3:
             with tier.lease(keys) as lease:
                 for index in range(len(lease)):
                     assert tier.read(lease, index, memoryview(out)) is ReadOutcome.OK
                     assert out == page_bytes_of(numbers[index])
         elif action == 4:
-            tier.evict(chance.randrange(3))
+            tier.evict(chance.randrange(3), chance.choice([None, [0], [1, 2]]))
         else:
             tier.drop(keys)
         tier.lookup(keys)
