@@ -59,7 +59,7 @@ class LeaseAnswer:
     tiers: bytes
     """Where each page was when it was asked for."""
     checksums: bytes
-    """CHECKSUM_BYTES a page; zeros for a page without one."""
+    """CHECKSUM_BYTES a page, zeros for a page without one; b"" where none are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +151,12 @@ def parse_answer(kind: type[Answer], values: dict[str, Any], limits: Limits) -> 
     answer = fields.read(kind.__name__, kind, _CHECKS[kind], values, limits)
     if isinstance(answer, LeaseAnswer):
         pages = len(answer.slots) // SLOT_ID_BYTES
-        if len(answer.tiers) != pages or len(answer.checksums) != pages * CHECKSUM_BYTES:
+        checksums = len(answer.checksums)
+        if len(answer.tiers) != pages or checksums not in (0, pages * CHECKSUM_BYTES):
             raise ProtocolError(
                 WireCode.FIELD,
                 f"lease: expected a tier and a checksum for each of {pages} slots, got "
-                f"{len(answer.tiers)} tiers and {len(answer.checksums)} bytes of checksums",
+                f"{len(answer.tiers)} tiers and {checksums} bytes of checksums",
             )
     return answer
 

@@ -34,6 +34,21 @@ def parse_stats(values: Mapping[str, Any]) -> StoreStats:
     return parsed
 
 
+def class_stats(values: Mapping[str, Any], page_bytes: int) -> StoreStats | None:
+    """The stats of one page class out of a daemon's answer; None when it has no such class.
+
+    The daemon's map has `classes`, a list of such maps with their `page_bytes`, whose tiers may be
+    a map by name. Raises ProtocolError as parse_stats does.
+    """
+    classes = values.get("classes", ())
+    for each in classes if isinstance(classes, list) else ():
+        if isinstance(each, Mapping) and each.get("page_bytes") == page_bytes:
+            tiers = each.get("tiers")
+            listed = list(tiers.values()) if isinstance(tiers, Mapping) else tiers
+            return parse_stats({**each, "tiers": listed})
+    return None
+
+
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
