@@ -24,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from tierkv.engine.serve.batch import ForwardBatch, Int32Array, SequenceSpan
 from tierkv.engine.serve.kv_pool import KVPool
@@ -32,10 +31,8 @@ from tierkv.engine.serve.kv_pool import KVPool
 RUNS_MAX = 4
 """Merging one more run costs about as much as copying a few hundred tokens' K and V."""
 SPLIT_TOKENS = 256
-"""A long run of a decode is cut into parts of about this many tokens, for all threads to share
-and so that the heads of a part find its lines in the cache."""
-SPLIT_TOKENS_MIN = 1024
-"""Shortest run worth cutting: merging the parts costs as much as reading some 300 tokens."""
+"""A decode's run is cut into parts of this many tokens up to twice as many, for all threads to
+share and so that the heads of a part find its lines in the cache."""
 CHUNK_BLOCK = 256
 """Rows of a prefill chunk attended at a time: what is later than a block is never computed."""
 
@@ -71,6 +68,11 @@ class _Decodes:
         self._start = spans[0].query_start
         self._end = self._start + len(spans)
         self._contexts = [_Context(span, span.context_len, pool, split=True) for span in spans]
+        # Contexts of one run each, cut alike, are merged together instead of one by one.
+        self._single = [c.runs[0] for c in self._contexts if len(c.runs) == 1]
+        counts = {run.parts for run in self._single}
+        alike = len(self._single) == len(self._contexts) and len(counts) == 1
+        self._parts = counts.pop() if alike else None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -78,12 +80,18 @@ class _Decodes:
         heads, head_dim = query.shape[1:]
         kv_heads = key.shape[1]
         rows = query[self._start : self._end].view(-1, kv_heads, heads // kv_heads, head_dim)
-        done = [
-            context.attend_row(layer, row)
-            for context, row in zip(self._contexts, rows.split(1), strict=True)
-        ]
-        out = done[0] if len(done) == 1 else torch.cat(done)
-        return out.reshape(-1, heads * head_dim)
+        if self._parts is None:
+            out = torch.cat(
+                [
+                    context.attend_row(layer, row)
+                    for context, row in zip(self._contexts, rows.split(1), strict=True)
+                ]
+            )
+        else:
+            many = rows.unsqueeze(1).expand(-1, self._parts, -1, -1, -1).unbind(0)
+            partials = [run.attend(layer, row) for run, row in zip(self._single, many, strict=True)]
+            out = _merge(partials, self._parts)
+        return out.view(-1, heads * head_dim)
 
 
 class _Chunk:
@@ -126,30 +134,22 @@ class _Context:
         self._tokens = tokens
         runs = token_runs(span.pages, tokens, pool.page_tokens)
         self._pages: torch.Tensor | None = None
-        self._runs: list[_Run] = []
+        self.runs: list[_Run] = []
         if len(runs) > RUNS_MAX:
             count = -(-tokens // pool.page_tokens)
             self._pages = torch.from_numpy(span.pages[:count]).long()
         else:
-            self._runs = [_Run(pool, start, end, split) for start, end in runs]
+            self.runs = [_Run(pool, start, end, split) for start, end in runs]
 
     def attend_row(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of one token, `query` [1, kv_heads, group, head_dim]; returns that shape."""
-        if len(self._runs) == 1 and self._runs[0].whole:
-            run = self._runs[0]
-            return F.scaled_dot_product_attention(query, run.keys[layer], run.values[layer])
         partials = self.attend(layer, query)
-        if len(partials) == 1:
-            outs, sums = partials[0]
-        else:
-            outs = torch.cat([out for out, _ in partials])
-            sums = torch.cat([sums for _, sums in partials])
-        return (outs * sums.softmax(0).unsqueeze_(-1)).sum(0, keepdim=True)
+        return _merge(partials, sum(len(out) for out, _ in partials))
 
     def attend(self, layer: int, query: torch.Tensor) -> list[Partial]:
         """Unmasked attention of `query` [1, heads, rows, head_dim], at least a partial a run."""
         if self._pages is None:
-            return [run.attend(layer, query) for run in self._runs]
+            return [run.attend(layer, query.expand(run.parts, -1, -1, -1)) for run in self.runs]
         gathered = self._pool.kv[layer].index_select(1, self._pages).flatten(1, 2)
         keys, values = gathered[:, : self._tokens].transpose(1, 2).unsqueeze(1)
         return [_kernel(query, keys, values, False, None)]
@@ -165,28 +165,24 @@ class _Run:
     def __init__(self, pool: KVPool, start: int, end: int, split: bool) -> None:
         layers, _, _, _, kv_heads, head_dim = pool.kv.shape
         length = end - start
-        self._parts = max(1, length // SPLIT_TOKENS) if split and length >= SPLIT_TOKENS_MIN else 1
-        self.whole = self._parts == 1
-        step = length // self._parts
-        longest = length - step * (self._parts - 1)
+        self.parts = max(1, length // SPLIT_TOKENS) if split else 1
+        step = length // self.parts
+        longest = length - step * (self.parts - 1)
         token = kv_heads * head_dim
         views = pool.kv.as_strided(
-            (layers * 2, self._parts, kv_heads, longest, head_dim),
+            (layers * 2, self.parts, kv_heads, longest, head_dim),
             (pool.num_pages * pool.page_tokens * token, step * token, head_dim, token, 1),
             pool.kv.storage_offset() + start * token,
         ).unbind(0)
         self.keys, self.values = views[::2], views[1::2]
         self._mask: torch.Tensor | None = None
         if longest > step:
-            self._mask = torch.zeros((self._parts, 1, 1, longest))
+            self._mask = torch.zeros((self.parts, 1, 1, longest))
             self._mask[:-1, ..., step:] = -math.inf
 
     def attend(self, layer: int, query: torch.Tensor) -> Partial:
-        """Unmasked attention over each part; `query` [1, heads, rows, head_dim]."""
-        if self.whole:
-            return _kernel(query, self.keys[layer], self.values[layer], False, None)
-        many = query.expand(self._parts, -1, -1, -1)
-        return _kernel(many, self.keys[layer], self.values[layer], False, self._mask)
+        """Unmasked attention over each part; `query` [parts, heads, rows, head_dim]."""
+        return _kernel(query, self.keys[layer], self.values[layer], False, self._mask)
 
 
 def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[int, int]]:
@@ -200,6 +196,19 @@ def token_runs(pages: Int32Array, tokens: int, page_tokens: int) -> list[tuple[i
     surplus = len(pages) * page_tokens - tokens
     runs[-1] = (runs[-1][0], runs[-1][1] - surplus)
     return runs
+
+
+def _merge(partials: list[Partial], parts: int) -> torch.Tensor:
+    """Weigh every `parts` consecutive parts by their log-sum-exp.
+
+    Returns [all parts / parts, heads, rows, head_dim].
+    """
+    outs = torch.cat([out for out, _ in partials]) if len(partials) > 1 else partials[0][0]
+    if parts == 1:
+        return outs.contiguous()
+    sums = torch.cat([total for _, total in partials]) if len(partials) > 1 else partials[0][1]
+    weights = sums.unflatten(0, (-1, parts)).softmax(1).unsqueeze_(-1)
+    return (outs.unflatten(0, (-1, parts)) * weights).sum(1).contiguous()
 
 
 def _join(one: Partial, other: Partial) -> Partial:
