@@ -183,6 +183,30 @@ class DirectDevice:
             os.close(fd)
 
 
+class ReadOnlyDevice(DirectDevice):
+    """The machine's file systems, for looking only: every write raises TierIOError.
+
+    A missing file reads as an empty one where it may be made, so that a check makes none.
+    """
+
+    def open(self, path: Path, *, create: bool = False) -> BlockFile:
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            return DirectFile(os.open(path, flags | os.O_DIRECT), path, direct=True)
+        except FileNotFoundError as error:
+            if not create:
+                raise device_error("open", path, error) from error
+            return DirectFile(os.open(os.devnull, flags), path, direct=False)
+        except OSError as error:
+            # EINVAL is how a file system without O_DIRECT answers; anything else is a failure.
+            if error.errno != errno.EINVAL:
+                raise device_error("open", path, error) from error
+        try:
+            return DirectFile(os.open(path, flags), path, direct=False)
+        except OSError as error:
+            raise device_error("open", path, error) from error
+
+
 def aligned_buffer(nbytes: int) -> memoryview:
     """Zeroed writable memory of exactly `nbytes`, starting on a page boundary.
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
 
+from tierkv.storage.arena import ArenaGeometry
 from tierkv.storage.arena import read_header as read_arena_header
 from tierkv.storage.base import TierStats
 from tierkv.storage.device import try_lock
@@ -24,11 +26,12 @@ from tierkv.storage.errors import ConfigError, DirectoryInUseError
 from tierkv.storage.slot_header import (
     HEADER_BYTES,
     STATE_COMMITTED,
+    SlotHeader,
     parse_header,
     slot_bytes_for,
 )
-from tierkv.storage.tiers.nvme_layout import _check_version as check_nvme_version
-from tierkv.storage.tiers.nvme_layout import _read_manifest as read_manifest
+from tierkv.storage.tiers.nvme_index import NvmeIndex
+from tierkv.storage.tiers.nvme_layout import check_version, read_manifest
 from tierkv.storage.types import TierName
 
 _CLASS_PREFIX = "pages-"
@@ -40,20 +43,30 @@ def inspect_arena(path: Path) -> TierStats:
     Raises ConfigError when there is no arena at `path`, FormatVersionError for another version's,
     DirectoryInUseError when a process has it open.
     """
-    with _locked(path, f"stat arena {path}") as fd:
+    geometry, headers = _arena_pages(path)
+    return _stats(
+        TierName.HOST, geometry.page_bytes, geometry.slot_bytes, geometry.slot_count, len(headers)
+    )
+
+
+def arena_owners(path: Path) -> dict[int, int]:
+    """Pages by owner in a host arena file. O(slots). Raises as inspect_arena does."""
+    return dict(Counter(header.owner for header in _arena_pages(path)[1]))
+
+
+def _arena_pages(path: Path) -> tuple[ArenaGeometry, list[SlotHeader]]:
+    with locked_file(path, f"stat arena {path}") as fd:
         found = read_arena_header(fd, path)
         if found is None:
             raise ConfigError(f"stat arena {path}: it is empty or damaged; nothing to show")
         geometry = found[0]
-        committed = 0
+        headers = []
         with mmap.mmap(fd, geometry.total_bytes, prot=mmap.PROT_READ) as mapped:
-            start = geometry.total_bytes - geometry.slot_count * geometry.slot_bytes
-            for offset in range(start, geometry.total_bytes, geometry.slot_bytes):
+            for offset in range(geometry.first_slot, geometry.total_bytes, geometry.slot_bytes):
                 header = parse_header(mapped[offset : offset + HEADER_BYTES])
-                committed += header is not None and header.state == STATE_COMMITTED
-    return _stats(
-        TierName.HOST, geometry.page_bytes, geometry.slot_bytes, geometry.slot_count, committed
-    )
+                if header is not None and header.state == STATE_COMMITTED:
+                    headers.append(header)
+    return geometry, headers
 
 
 def inspect_nvme(root: Path) -> list[TierStats]:
@@ -62,27 +75,59 @@ def inspect_nvme(root: Path) -> list[TierStats]:
     capacity_pages is the room allocated on disk so far; the budget is not recorded. Raises as
     inspect_arena does.
     """
+    with _locked_root(root) as folders:
+        return [_inspect_class(folder) for folder in folders]
+
+
+def nvme_owners(root: Path) -> dict[int, dict[int, int]]:
+    """Pages by owner in an nvme folder, for each page size. O(pages).
+
+    Raises as inspect_arena does, TierIOError when an index cannot be read.
+    """
+    found: dict[int, dict[int, int]] = {}
+    with _locked_root(root) as folders:
+        for folder in folders:
+            page_bytes = _page_bytes(folder)
+            found[page_bytes] = {}
+            if (folder / "index" / "data.mdb").is_file():
+                index = NvmeIndex(folder / "index", limit_bytes=0, readonly=True)
+                try:
+                    _, rows = index.load()
+                finally:
+                    index.close()
+                found[page_bytes] = dict(Counter(rows["owner"].tolist()))
+    return found
+
+
+@contextmanager
+def _locked_root(root: Path) -> Iterator[list[Path]]:
+    """The class folders of a locked nvme folder of this format version."""
     operation = f"stat nvme folder {root}"
     if not (root / "manifest.json").is_file():
         raise ConfigError(f"{operation}: it has no manifest.json; name a folder TierKV wrote")
-    with _locked(root / "LOCK", operation):
-        check_nvme_version(root / "manifest.json", read_manifest(root / "manifest.json"))
-        return [_inspect_class(folder) for folder in sorted(root.glob(f"{_CLASS_PREFIX}*"))]
+    with locked_file(root / "LOCK", operation):
+        check_version(root / "manifest.json", read_manifest(root / "manifest.json"))
+        yield sorted(root.glob(f"{_CLASS_PREFIX}*"))
 
 
 def _inspect_class(folder: Path) -> TierStats:
+    page_bytes = _page_bytes(folder)
+    slot_bytes = slot_bytes_for(page_bytes)
+    allocated = sum(file.stat().st_size // slot_bytes for file in folder.glob("segment-*.slots"))
+    pages, fault = _index_entries(folder / "index")
+    return _stats(TierName.NVME, page_bytes, slot_bytes, max(allocated, pages), pages, fault)
+
+
+def _page_bytes(folder: Path) -> int:
     manifest = read_manifest(folder / "manifest.json")
-    check_nvme_version(folder / "manifest.json", manifest)
+    check_version(folder / "manifest.json", manifest)
     page_bytes = manifest.get("page_bytes")
     if not isinstance(page_bytes, int) or page_bytes < 1:
         raise ConfigError(
             f"stat {folder}: page_bytes must be a positive integer, got {page_bytes!r}; "
             "delete the folder to start empty"
         )
-    slot_bytes = slot_bytes_for(page_bytes)
-    allocated = sum(file.stat().st_size // slot_bytes for file in folder.glob("segment-*.slots"))
-    pages, fault = _index_entries(folder / "index")
-    return _stats(TierName.NVME, page_bytes, slot_bytes, max(allocated, pages), pages, fault)
+    return page_bytes
 
 
 def _index_entries(folder: Path) -> tuple[int, str | None]:
@@ -102,10 +147,14 @@ def _index_entries(folder: Path) -> tuple[int, str | None]:
 
 
 @contextmanager
-def _locked(path: Path, operation: str) -> Iterator[int]:
-    """The file at `path`, open for reading and locked against its owners."""
+def locked_file(path: Path, operation: str, writable: bool = False) -> Iterator[int]:
+    """The file at `path`, open and locked against its owners; `operation` opens messages.
+
+    ConfigError when it is not a file that can be opened, DirectoryInUseError when it is in use.
+    """
+    mode = os.O_RDWR if writable else os.O_RDONLY
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, mode | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise ConfigError(f"{operation}: {error.strerror}; check the path") from error
     try:

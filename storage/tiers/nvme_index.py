@@ -46,8 +46,11 @@ log = logging.getLogger(__name__)
 class NvmeIndex:
     """The open index. TierIOError or TierFullError for whatever LMDB cannot do."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Open or make the index. TierIOError when the file is damaged or cannot be opened."""
+    def __init__(self, folder: Path, limit_bytes: int, readonly: bool = False) -> None:
+        """Open or make the index. TierIOError when the file is damaged or cannot be opened.
+
+        With `readonly` it must be there, nothing is changed and `limit_bytes` means nothing.
+        """
         self._limit_bytes = limit_bytes
         data = folder / "data.mdb"
         try:
@@ -58,6 +61,8 @@ class NvmeIndex:
                 mode=0o600,
                 lock=False,
                 readahead=False,
+                readonly=readonly,
+                create=not readonly,
             )
         except (lmdb.Error, OSError) as error:
             raise TierIOError(f"open index {folder}: {error}; it will be rebuilt") from error
@@ -68,6 +73,14 @@ class NvmeIndex:
             raise TierIOError(
                 f"open index {folder}: expected {promised} bytes, found {present}; it is truncated"
             )
+
+    @property
+    def entry_count(self) -> int:
+        """How many entries LMDB accounts for. O(1)."""
+        try:
+            return int(self._env.stat()["entries"])
+        except lmdb.Error as error:
+            raise TierIOError(f"read index: {error}; it will be rebuilt") from error
 
     def load(self) -> tuple[list[PageKey], npt.NDArray[np.void]]:
         """Every well-formed entry: keys and ENTRY rows. O(pages), about 1 us a page."""

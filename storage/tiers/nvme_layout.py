@@ -89,7 +89,7 @@ class NvmeRoot:
             )
         self.root = root
         self.folder = root / f"pages-{page_bytes}"
-        self._lock_fd = _lock_root(root)
+        self._lock_fd = lock_root(root)
         try:
             self.geometry = self._open_class(page_bytes, capacity_bytes, segment_bytes, clock)
         except BaseException:
@@ -99,12 +99,12 @@ class NvmeRoot:
     def _open_class(
         self, page_bytes: int, capacity_bytes: int, segment_bytes: int, clock: Clock
     ) -> NvmeGeometry:
-        _check_version(self.root / "manifest.json", _read_manifest(self.root / "manifest.json"))
-        manifest = _read_manifest(self.folder / "manifest.json")
-        _check_version(self.folder / "manifest.json", manifest)
+        check_version(self.root / "manifest.json", read_manifest(self.root / "manifest.json"))
+        manifest = read_manifest(self.folder / "manifest.json")
+        check_version(self.folder / "manifest.json", manifest)
         slot_bytes = slot_bytes_for(page_bytes)
         fallback = max(segment_bytes, capacity_bytes // SEGMENTS_MAX) // slot_bytes
-        per_segment = _positive(manifest, "slots_per_segment", max(1, fallback), self.folder)
+        per_segment = positive_field(manifest, "slots_per_segment", max(1, fallback), self.folder)
         _check_capacity(self.root, page_bytes, capacity_bytes)
         others = self._make_room(page_bytes, capacity_bytes)
         slot_count = _plan_slots(page_bytes, capacity_bytes - others)
@@ -180,7 +180,11 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
         ) from error
 
 
-def _lock_root(root: Path) -> int:
+def lock_root(root: Path) -> int:
+    """Make the folder when absent and take its LOCK: closing the descriptor lets it go.
+
+    DirectoryInUseError when another process has it, ConfigError when it cannot be written.
+    """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -208,7 +212,7 @@ def _lock_root(root: Path) -> int:
     return fd
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """The control file's content; empty when there is none. ConfigError when it is damaged."""
     try:
         found = json.loads(path.read_bytes())
@@ -223,7 +227,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_version(path: Path, manifest: dict[str, Any]) -> None:
+def check_version(path: Path, manifest: dict[str, Any]) -> None:
+    """FormatVersionError when a manifest read from `path` is another version's."""
     if manifest and manifest.get("version") != NVME_VERSION:
         raise FormatVersionError(
             f"open {path}: format version {manifest.get('version')!r}, this TierKV reads "
@@ -231,7 +236,8 @@ def _check_version(path: Path, manifest: dict[str, Any]) -> None:
         )
 
 
-def _positive(manifest: dict[str, Any], field: str, fallback: int, folder: Path) -> int:
+def positive_field(manifest: dict[str, Any], field: str, fallback: int | None, folder: Path) -> int:
+    """A count in the manifest of `folder`; ConfigError when it is none or missing."""
     value = manifest.get(field, fallback)
     if not isinstance(value, int) or value < 1:
         raise ConfigError(
@@ -265,7 +271,7 @@ def _plan_slots(page_bytes: int, budget_bytes: int) -> int:
 
 def _opened_wall_s(folder: Path) -> float:
     try:
-        value = _read_manifest(folder / "manifest.json").get("opened_wall_s", 0.0)
+        value = read_manifest(folder / "manifest.json").get("opened_wall_s", 0.0)
     except ConfigError:
         return 0.0
     return float(value) if isinstance(value, (int, float)) else 0.0

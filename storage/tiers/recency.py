@@ -54,6 +54,24 @@ class RecencyFile:
                 part[:] = np.frombuffer(block, "<u8", len(part))
         return ticks
 
+    def damaged_blocks(self) -> list[int]:
+        """Numbers of blocks that load() reads as zeros though something was written. O(slots)."""
+        present = self._file.size() // BLOCK_BYTES
+        damaged = []
+        block = aligned_buffer(BLOCK_BYTES)
+        for number in range(present):
+            self._file.preadv([block], number * BLOCK_BYTES)
+            sealed = _SEAL.unpack_from(block, _SEAL_OFFSET)[0]
+            # A block of zeros is a hole: no page of its slots was ever used.
+            if any(block) and sealed != header_checksum(block[:_SEAL_OFFSET]):
+                damaged.append(number)
+        return damaged
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Make these blocks say "not used since committed"."""
+        for number in blocks:
+            self._file.pwritev([aligned_buffer(BLOCK_BYTES)], number * BLOCK_BYTES)
+
     def shrink(self, slot_count: int) -> None:
         """Cut the file to what `slot_count` slots need."""
         if self._file.size() > self.bytes_for(slot_count):
@@ -82,6 +100,10 @@ class RecencyFile:
 
     def _store_run(self, blocks: dict[int, memoryview], run: list[int]) -> None:
         self._file.pwritev([blocks[number] for number in run], run[0] * BLOCK_BYTES)
+
+    def abandon(self) -> None:
+        """Close the file as it is, for a look that changed nothing."""
+        self._file.close()
 
     def close(self) -> None:
         """Make the file durable and close it. TierIOError when the sync fails; closed anyway."""

@@ -83,6 +83,15 @@ class SegmentFiles:
                 self._files[number].truncate(full)
                 self._sizes[number] = full
 
+    def cut_ragged(self) -> None:
+        """Cut what is no whole slot, or past the segment's last one, off every file."""
+        full = self.slots_per_segment * self.slot_bytes
+        for number, size in enumerate(self._sizes):
+            whole = min(size // self.slot_bytes * self.slot_bytes, full)
+            if size != whole:
+                self._files[number].truncate(whole)
+                self._sizes[number] = whole
+
     def present(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of these slots lie wholly inside a file."""
         if not self._sizes:

@@ -185,8 +185,8 @@ def test_c2_dying_while_the_index_is_rebuilt_loses_nothing(tmp_path: Path, cut: 
     """A rebuild that was cut short left index.new behind; the next opening starts over."""
     tier = open_nvme(tmp_path)
     with tier.reserve(2) as reservation:
-        for index in range(2):
-            tier.write(reservation, index, page_bytes_of(index))
+        for number in range(2):
+            tier.write(reservation, number, page_bytes_of(number))
         tier.commit(reservation, [page_key(0), page_key(1)])
     tier.close()
     index = next(tmp_path.glob("pages-*")) / "index"

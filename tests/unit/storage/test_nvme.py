@@ -714,7 +714,7 @@ class _CountingDevice(DirectDevice):
                 outer.addresses += [np.frombuffer(b, np.uint8).ctypes.data for b in buffers]
                 file.pwritev(buffers, offset)
 
-        return Noting()  # type: ignore[return-value]
+        return Noting()
 
 
 def test_an_aligned_page_goes_to_the_device_without_a_copy(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_coldest_is_exact_lru_whatever_is_touched_leased_or_removed(seed: int) -
     chance = random.Random(seed)
     table = filled(SLOTS)
     order = dict.fromkeys(page_key(n) for n in range(SLOTS))
-    leased: list[bytes] = []
+    leased: list[PageKey] = []
     for step in range(400):
         action = chance.randrange(4)
         known = chance.choice(list(order))
