@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from enum import StrEnum
+
+import numpy as np
 
 from tierkv.storage.base import Tier
 from tierkv.storage.errors import ConfigError
@@ -46,6 +49,14 @@ class AdmissionName(StrEnum):
     HOTNESS = "hotness"
 
 
+@dataclass(frozen=True, slots=True)
+class SketchState:
+    """A sketch's counters for saving: ROWS rows of one power-of-two width, a byte a cell."""
+
+    rows: list[bytes]
+    sample: int
+
+
 class FrequencySketch:
     """Decayed count of how often each page was asked for, in bounded memory.
 
@@ -56,9 +67,10 @@ class FrequencySketch:
     equal in every process; and counters are bytes, so halving is one table translation.
 
     `capacity_pages` is the size of the tiers it judges; memory is at most 32 bytes per page.
+    With `saved` counts go on, also at another capacity: estimates then only become larger.
     """
 
-    def __init__(self, capacity_pages: int) -> None:
+    def __init__(self, capacity_pages: int, saved: SketchState | None = None) -> None:
         if capacity_pages < 1:
             raise ConfigError(
                 f"frequency sketch: capacity_pages is {capacity_pages}, expected at least 1; "
@@ -70,6 +82,13 @@ class FrequencySketch:
         self._sample = 0
         self.sample_max = max(64, capacity_pages * SAMPLES_PER_PAGE)
         self.halvings = 0
+        if saved is not None:
+            self._rows = [bytearray(_resized(row, width)) for row in saved.rows]
+            self._sample = min(saved.sample, self.sample_max - 1)
+
+    def state(self) -> SketchState:
+        """A copy for saving. O(capacity)."""
+        return SketchState([bytes(row) for row in self._rows], self._sample)
 
     def record(self, key: PageKey) -> int:
         """Count one use of `key` and return the new estimate. Amortised O(1)."""
@@ -103,6 +122,16 @@ class FrequencySketch:
         self._rows = [row.translate(_HALVED) for row in self._rows]
         self._sample //= 2
         self.halvings += 1
+
+
+def _resized(row: bytes, width: int) -> bytes:
+    """The row at another power-of-two width: a wider one repeats it, a narrower one folds it."""
+    cells = np.frombuffer(row, np.uint8)
+    if len(cells) < width:
+        cells = np.tile(cells, width // len(cells))
+    elif len(cells) > width:
+        cells = cells.reshape(-1, width).max(axis=0)
+    return cells.tobytes()
 
 
 class Admission(ABC):
