@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +10,13 @@ from tierkv.engine.cache.prefix_cache import PrefixCacheStats
 from tierkv.engine.serve.offload import OffloadStats
 from tierkv.engine.serve.restore import RestoreStats
 from tierkv.engine.serve.scheduler import SchedulePolicy
-from tierkv.storage.base import StoreStats
+from tierkv.storage.base import PageStore, StoreStats
+from tierkv.storage.identity import Fingerprint
+from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreConfig
+
+StoreOpener = Callable[[int, Fingerprint], PageStore]
+"""Opens a store for pages of so many bytes and this fingerprint. Raises ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,11 @@ class EngineConfig:
     """CPU threads of torch; None leaves its choice."""
     store: StoreConfig | None = None
     """Tiers below the pool; None keeps prefixes in the pool only. page_bytes is filled in."""
+    open_store: StoreOpener | None = None
+    """Opens a store that is not in this process (a daemon's client), in place of `store`; it is
+    closed with the engine."""
+    write_policy: WritePolicy | None = None
+    """When computed pages are copied below the pool; None: the rule of `store`."""
     tenant: str = ""
     restore_deadline_s: float = 10.0
     """A prefix that has not come by then is computed."""

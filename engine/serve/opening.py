@@ -95,9 +95,7 @@ def open_parts(
         model_config, digest, dtype, config.page_tokens, tenant=config.tenant
     )
     page_bytes = page_size(config, model_config, dtype)
-    own = None
-    if store is None and config.store is not None:
-        own = TieredStore.open(dataclasses.replace(config.store, page_bytes=page_bytes), clock)
+    own = _open_store(config, page_bytes, fingerprint, clock) if store is None else None
     below = store or own
     transfer: PageTransfer | None = None
     try:
@@ -112,7 +110,7 @@ def open_parts(
             kv = runner.pool.kv
             transfer = CudaTransfer(kv) if device.type == "cuda" else CpuTransfer(kv)
             rules = config.store.rules if config.store is not None else StoreRules()
-            policy: WritePolicy = rules.write_policy
+            policy: WritePolicy = config.write_policy or rules.write_policy
             tiers = Tiers(below, transfer, policy, rules.selective_hits)
         core = EngineCore(
             config,
@@ -177,6 +175,19 @@ def _max_context(config: EngineConfig, model: ModelConfig) -> int:
             f"{model.max_context}"
         )
     return config.max_context
+
+
+def _open_store(
+    config: EngineConfig, page_bytes: int, fingerprint: Fingerprint, clock: Clock
+) -> PageStore | None:
+    """The store that the config describes; None when it describes none."""
+    if config.open_store is not None:
+        if config.store is not None:
+            raise ConfigError("open engine: two stores are configured; give one of them")
+        return config.open_store(page_bytes, fingerprint)
+    if config.store is None:
+        return None
+    return TieredStore.open(dataclasses.replace(config.store, page_bytes=page_bytes), clock)
 
 
 def _load(

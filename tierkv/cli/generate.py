@@ -41,6 +41,7 @@ def generate(
     ] = None,
     page_tokens: shared.PageTokensOption = 16,
     pool: shared.PoolOption = "1GiB",
+    store: shared.StoreOption = None,
     host: shared.HostOption = None,
     host_arena: shared.HostArenaOption = None,
     nvme_dir: shared.NvmeDirOption = None,
@@ -63,6 +64,7 @@ def generate(
         nvme=nvme,
         write_policy=write_policy,
         admission=admission,
+        store=store,
     )
     engine_options = shared.EngineOptions(
         model=model, device=device, threads=threads, max_context=max_context

@@ -19,7 +19,7 @@ from tierkv.storage.errors import ConfigError
 
 if TYPE_CHECKING:
     from tierkv.engine.serve.engine import Engine
-    from tierkv.engine.serve.engine_config import EngineConfig
+    from tierkv.engine.serve.engine_config import EngineConfig, StoreOpener
     from tierkv.storage.store import StoreConfig
 
 HOST_DEFAULT = "1GiB"
@@ -81,6 +81,15 @@ HostOption = Annotated[
         show_default=False,
     ),
 ]
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="ADDRESS",
+        help="Keep pages in a daemon: unix:/path/to/socket. Replaces --host and --nvme-dir.",
+        show_default=False,
+    ),
+]
 HostArenaOption = Annotated[
     Path | None,
     typer.Option("--host-arena", help="File on tmpfs that keeps host pages across restarts."),
@@ -98,7 +107,12 @@ NvmeOption = Annotated[
     ),
 ]
 WritePolicyOption = Annotated[
-    WritePolicyChoice, typer.Option("--write-policy", help="When host pages go to disk.")
+    WritePolicyChoice | None,
+    typer.Option(
+        "--write-policy",
+        help="When pages go to the tier below. Default: write_back, or write_through with --store.",
+        show_default=False,
+    ),
 ]
 AdmissionOption = Annotated[
     AdmissionChoice, typer.Option("--admission", help="Which pages may go to disk.")
@@ -123,15 +137,17 @@ class CacheOptions:
     host_arena: Path | None = None
     nvme_dir: Path | None = None
     nvme: str | None = None
-    write_policy: str = "write_back"
+    write_policy: str | None = None
+    """None: write_back; to a daemon write_through, so that other workers find pages at once."""
     admission: str = "hotness"
+    store: str | None = None
 
     @property
     def host_bytes(self) -> int:
         """Host budget; 0 when there is no store. Raises ConfigError for a bad size."""
-        default = HOST_DEFAULT if self.outlives_process else "0"
+        default = HOST_DEFAULT if self.keeps_files else "0"
         size = parse_size(default if self.host is None else self.host, "--host")
-        if self.outlives_process and size == 0:
+        if self.keeps_files and size == 0:
             raise ConfigError(
                 "--host: expected a size above 0 with --host-arena or --nvme-dir, got 0; "
                 "pages reach the disk through host memory"
@@ -141,7 +157,20 @@ class CacheOptions:
     @property
     def outlives_process(self) -> bool:
         """True when pages are found again by the next process."""
+        return self.store is not None or self.keeps_files
+
+    @property
+    def keeps_files(self) -> bool:
+        """True when this process opens files or folders for pages."""
         return self.host_arena is not None or self.nvme_dir is not None
+
+    @property
+    def policy(self) -> str:
+        """The write policy in force."""
+        default = WritePolicyChoice.WRITE_BACK
+        if self.store is not None:
+            default = WritePolicyChoice.WRITE_THROUGH
+        return self.write_policy or default.value
 
     @property
     def nvme_bytes(self) -> int:
@@ -186,10 +215,37 @@ def store_config_from_options(cache: CacheOptions) -> StoreConfig | None:
         nvme_root=cache.nvme_dir,
         nvme_bytes=nvme_bytes,
         rules=StoreRules(
-            write_policy=WritePolicy(cache.write_policy),
+            write_policy=WritePolicy(cache.policy),
             admission=AdmissionName(cache.admission),
         ),
     )
+
+
+def store_opener_from_options(cache: CacheOptions) -> StoreOpener | None:
+    """How to reach the daemon that the options name; None when they name none.
+
+    Raises ConfigError for an address that is none, or together with options of a store in this
+    process.
+    """
+    if cache.store is None:
+        return None
+    for name in ("host", "host_arena", "nvme_dir", "nvme"):
+        if getattr(cache, name) is not None:
+            raise ConfigError(
+                f"--store: the daemon holds the pages; leave --{name.replace('_', '-')} out, or "
+                "set it in the daemon's configuration"
+            )
+
+    from tierkv.client import Client, socket_path
+    from tierkv.storage.base import PageStore
+    from tierkv.storage.identity import Fingerprint
+
+    path = socket_path(cache.store)
+
+    def open_store(page_bytes: int, fingerprint: Fingerprint) -> PageStore:
+        return Client(path, page_bytes, fingerprint, name="tierkv engine")
+
+    return open_store
 
 
 def keep_prefixes(engine: Engine) -> None:
@@ -210,10 +266,12 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
     Raises ConfigError and its kinds. Sizes are read before anything is converted.
     """
     pool_bytes = parse_size(cache.pool, "--pool")
+    opener = store_opener_from_options(cache)
     store = store_config_from_options(cache)
 
     from tierkv.engine.serve.engine_config import EngineConfig
     from tierkv.engine.serve.scheduler import SchedulePolicy
+    from tierkv.storage.policy import WritePolicy
 
     return EngineConfig(
         model=resolve(options.model),
@@ -227,6 +285,8 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
         device=options.device,
         threads=options.threads,
         store=store,
+        open_store=opener,
+        write_policy=WritePolicy(cache.policy),
     )
 
 
