@@ -54,8 +54,8 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def look(cache: Path, **options: bool) -> FsckReport:
-    return check_store(cache / "nvme", cache / "arena", **options)
+def look(cache: Path, repair: bool = False, verify_payloads: bool = True) -> FsckReport:
+    return check_store(cache / "nvme", cache / "arena", repair, verify_payloads)
 
 
 def content(folder: Path) -> dict[Path, bytes]:
