@@ -6,6 +6,7 @@
 #   make check   ruff, mypy, import-linter, tools/tidy
 #   make bench   benchmarks that need no extra software
 #   make soak    long runs (marker slow)
+#   make fuzz    coverage-guided fuzzing of the frame parser, FUZZ_S seconds; installs atheris
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -14,8 +15,9 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
+FUZZ_S ?= 600
 
-.PHONY: setup demo test check bench soak format clean
+.PHONY: setup demo test check bench soak fuzz format clean
 
 setup: $(READY)
 
@@ -49,6 +51,10 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+fuzz: setup
+	$(BIN)/python -m pip install --quiet atheris
+	$(BIN)/python tests/fuzz/atheris_frames.py -max_total_time=$(FUZZ_S) $(ARGS)
 
 format: setup
 	$(BIN)/ruff check --fix .
