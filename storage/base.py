@@ -345,6 +345,18 @@ class StoreStats:
     """Pages not queued for nvme because it is degraded; those a full queue lost are in mover."""
     late_fetches: int = 0
     """Fetches cut because nvme had not answered by the deadline."""
+    quota_refused: dict[TierName, int] = field(default_factory=dict)
+    """Pages kept out of a tier because their owner had reached a ceiling there."""
+    evictions: dict[str, int] = field(default_factory=dict)
+    """Pages that left a tier, by EvictionReason; all tiers together."""
+    reuse_gaps: dict[TierName, tuple[int, ...]] = field(default_factory=dict)
+    """Pages handed out, by tier and by the time since their last use: one count for each bucket
+    of last_use.REUSE_GAP_BOUNDS_S and one above."""
+    budget_skipped: int = 0
+    """Copies to nvme not made because the write budget was spent, or too little of it was left
+    for a page that cold."""
+    budget_left_bytes: int | None = None
+    """What may be written to nvme now; below 0 after a flush. None: no limit."""
     breaker_trips: int = 0
     breaker_open: bool = False
     """True while nvme is not asked because it kept failing or being late."""

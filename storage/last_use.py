@@ -48,6 +48,7 @@ class LastUseState:
     reading_s: int = 0
     wall_s: int = 0
     closed_well: bool = False
+    """Set by whoever loads it: nothing was used after it was saved."""
     owners: dict[int, int] = field(default_factory=dict)
 
 
@@ -123,13 +124,12 @@ class LastUse:
         """Reuses counted per tier and bucket of REUSE_GAP_BOUNDS_S; tiers with none left out."""
         return {tier: tuple(counts) for tier, counts in self._gaps.items() if any(counts)}
 
-    def state(self, closed_well: bool) -> LastUseState:
+    def state(self) -> LastUseState:
         """A copy for saving. O(capacity)."""
         return LastUseState(
             rows=[np.array(row, "<u4").tobytes() for row in self._rows],
             reading_s=self.now_s(),
             wall_s=int(self._clock.wall()),
-            closed_well=closed_well,
             owners=dict(self._owners),
         )
 

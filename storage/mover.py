@@ -11,8 +11,9 @@ nor what is in it. A page is copied once: nvme is written from the host slot and
     DONE, FAILED, CANCELLED               final; lease and reservation are back by then
 
 Invariants: every accepted job is queued, running or ended exactly once; a refused one is counted
-and never existed; promotions are taken before demotions; a promotion's slot stays reserved while
-a read may still write into it, however late. Completion is by callback and condition, no polling.
+and never existed; promotions are taken before demotions, background promotions (preload) after
+those that requests wait for; a promotion's slot stays reserved while a read may still write into
+it, however late. Completion is by callback and condition, no polling.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +31,9 @@ from tierkv.storage.bandwidth import Bandwidth, Way
 from tierkv.storage.base import Lease, MappedTier, MoverStats, Reservation, Tier
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import ConfigError, TierError
+from tierkv.storage.eviction_log import EvictionLog
+from tierkv.storage.quota import QuotaBook
+from tierkv.storage.room import Room
 from tierkv.storage.types import CommitOutcome, PageKey, ReadOutcome
 
 IDLE_WAIT_S = 5.0
@@ -54,17 +58,38 @@ class Refusal(Enum):
     QUEUE_FULL = "queue full"
     GONE = "page not in host"
     CLOSING = "mover is closing"
+    BUDGET = "write budget is spent"
+    """Said by storage.demotion, before the mover is asked."""
 
 
 class Job:
     """One page on its way. Read-only for everybody but the mover."""
 
-    __slots__ = ("deadline", "ended", "future", "key", "outcome", "source", "state", "target")
+    __slots__ = (
+        "background",
+        "deadline",
+        "ended",
+        "future",
+        "key",
+        "outcome",
+        "owner",
+        "source",
+        "state",
+        "target",
+    )
 
     def __init__(
-        self, key: PageKey, deadline: float, source: Lease, target: Reservation | None
+        self,
+        key: PageKey,
+        deadline: float,
+        source: Lease,
+        target: Reservation | None,
+        background: bool = False,
     ) -> None:
         self.key = key
+        self.owner = source.owners[0]
+        self.background = background
+        """A promotion that no request waits for."""
         self.deadline = deadline
         """In seconds of the mover's clock: a job that starts later than this is cancelled."""
         self.source = source
@@ -111,9 +136,12 @@ class Mover:
         limits: MoverLimits,
         clock: Clock,
         bandwidth: Bandwidth,
+        nvme_room: Room | None = None,
     ) -> None:
+        """`nvme_room` decides who gets slots there; None: everybody, the coldest go."""
         self._host = host
         self._nvme = nvme
+        self._room = nvme_room or Room(nvme, QuotaBook({}), EvictionLog(clock))
         self._limits = limits
         self._clock = clock
         self._bandwidth = bandwidth
@@ -125,6 +153,7 @@ class Mover:
         self._changed = threading.Condition()
         self._demotes: deque[Job] = deque()
         self._promotes: deque[Job] = deque()
+        self._preloads: deque[Job] = deque()
         self._demote_jobs: dict[PageKey, Job] = {}
         self._running = 0
         self._accepted = 0
@@ -159,7 +188,7 @@ class Mover:
             if len(self._demote_jobs) >= self._limits.demote_queue_pages:
                 self._dropped += 1
                 return Refusal.QUEUE_FULL
-            source = self._host.lease([key])
+            source = self._host.lease([key], quiet=True)
             if not source.slots:
                 source.release()
                 return Refusal.GONE
@@ -176,22 +205,33 @@ class Mover:
         source: Lease,
         target: Reservation,
         on_end: Callable[[Job], None] | None = None,
+        background: bool = False,
     ) -> Job | Refusal:
         """Queue a read of a leased nvme page into one reserved host slot.
 
         Once accepted, `source` and `target` are the mover's to release; after a refusal they
-        stay the caller's.
+        stay the caller's. A background one is read when no other promotion waits.
         """
         with self._changed:
+            queue = self._preloads if background else self._promotes
             if self._closing:
                 return Refusal.CLOSING
-            if len(self._promotes) >= self._limits.promote_queue_pages:
+            if len(queue) >= self._limits.promote_queue_pages:
                 self._dropped += 1
                 return Refusal.QUEUE_FULL
-            job = Job(key, deadline, source, target)
+            job = Job(key, deadline, source, target, background)
             self._attach(job, on_end)
-            self._accept(job, self._promotes)
+            self._accept(job, queue)
             return job
+
+    def hasten(self, job: Job) -> None:
+        """Make a background promotion that is still queued an ordinary one. O(queue)."""
+        with self._changed:
+            if job.background and job.state is JobState.QUEUED:
+                self._preloads.remove(job)
+                job.background = False
+                self._promotes.append(job)
+                self._changed.notify_all()
 
     def cancel(self, job: Job) -> bool:
         """End a job that is still queued; False when it runs or ended. O(queue).
@@ -201,7 +241,7 @@ class Mover:
         with self._changed:
             if job.state is not JobState.QUEUED:
                 return False
-            (self._demotes if job.target is None else self._promotes).remove(job)
+            self._queue_of(job).remove(job)
             self._begin(job)
         self._end(job, JobState.CANCELLED)
         return True
@@ -225,7 +265,7 @@ class Mover:
     def quiet(self) -> bool:
         """True when no job is queued or running."""
         with self._changed:
-            return not (self._running or self._demotes or self._promotes)
+            return self._quiet()
 
     def wait_demote_room(self, timeout_s: float) -> bool:
         """Wait until a demotion would be accepted; False past the timeout or when closing."""
@@ -247,16 +287,13 @@ class Mover:
     def wait_quiet(self, timeout_s: float) -> bool:
         """Wait until no job is queued or running; False past the timeout."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not (self._running or self._demotes or self._promotes),
-                max(0.0, timeout_s),
-            )
+            return self._changed.wait_for(self._quiet, max(0.0, timeout_s))
 
     def stats(self) -> MoverStats:
         """Counters, queue lengths and moving estimates. O(1)."""
         with self._changed:
             return MoverStats(
-                queued=len(self._demotes) + len(self._promotes),
+                queued=self._queued(),
                 in_flight=self._running,
                 completed=self._ended[JobState.DONE],
                 dropped=self._dropped,
@@ -272,7 +309,7 @@ class Mover:
     def check(self) -> None:
         """Assert conservation of jobs and of what they hold. O(queued)."""
         with self._changed:
-            queued = len(self._demotes) + len(self._promotes)
+            queued = self._queued()
             ended = sum(self._ended.values())
             assert self._accepted == queued + self._running + ended, (
                 f"jobs: {self._accepted} accepted, {queued} queued, "
@@ -280,12 +317,14 @@ class Mover:
             )
             demoting = len(self._demote_jobs)
             assert len(self._demotes) <= demoting <= self._limits.demote_queue_pages, demoting
-            assert len(self._promotes) <= self._limits.promote_queue_pages, len(self._promotes)
+            # Background ones that were hastened come on top, and are bounded the same.
+            assert len(self._promotes) <= 2 * self._limits.promote_queue_pages, "promotions"
+            assert len(self._preloads) <= self._limits.promote_queue_pages, len(self._preloads)
             for job in self._demotes:
                 assert job.state is JobState.QUEUED and job.target is None, job.state
                 assert job.source.open, "a queued demotion lost its lease"
                 assert self._demote_jobs.get(job.key) is job, "a queued demotion is not indexed"
-            for job in self._promotes:
+            for job in [*self._promotes, *self._preloads]:
                 assert job.state is JobState.QUEUED and job.target is not None, job.state
                 assert job.source.open and job.target.open, "a queued promotion lost its slots"
             assert not any(job.ended for job in self._demote_jobs.values()), "ended job indexed"
@@ -298,7 +337,7 @@ class Mover:
         deadline = self._clock.monotonic() + timeout_s
         with self._changed:
             self._closing = True
-            left = [*self._promotes, *self._demotes]
+            left = [*self._promotes, *self._preloads, *self._demotes]
             self._changed.notify_all()
         for job in left:
             self.cancel(job)
@@ -319,6 +358,17 @@ class Mover:
         self._accepted += 1
         queue.append(job)
         self._changed.notify_all()
+
+    def _queued(self) -> int:
+        return len(self._demotes) + len(self._promotes) + len(self._preloads)
+
+    def _quiet(self) -> bool:
+        return not (self._running or self._queued())
+
+    def _queue_of(self, job: Job) -> deque[Job]:
+        if job.target is None:
+            return self._demotes
+        return self._preloads if job.background else self._promotes
 
     def _begin(self, job: Job) -> None:
         job.state = JobState.RUNNING
@@ -364,6 +414,8 @@ class Mover:
                 elif demotes:
                     while self._demotes and len(batch) < self._batch_pages:
                         batch.append(self._demotes.popleft())
+                elif self._preloads:
+                    batch.append(self._preloads.popleft())
                 for job in batch:
                     self._begin(job)
                 if batch:
@@ -406,16 +458,20 @@ class Mover:
             return
         # The digest written long ago goes along, so the host copy is held against it too.
         self._host.seal(target, 0, job.source.checksums[0])
-        (committed,) = self._host.commit(target, [job.key])
+        (committed,) = self._host.commit(target, [job.key], job.owner)
         failed = committed is CommitOutcome.FAILED
         self._end(job, JobState.FAILED if failed else JobState.DONE)
 
     def _demote(self, batch: list[Job]) -> None:
-        """Write a batch page by page, then publish it with one commit."""
+        """Write what quotas let in, page by page, then publish it with one commit."""
+        batch = [job for job in batch if self._admitted(job)]
+        if not batch:
+            return
+        admitted = Counter(job.owner for job in batch)
         started, moved = self._nvme_writes.begin(), 0
         outcomes: list[CommitOutcome] = []
         try:
-            with self._nvme_room(len(batch)) as reservation:
+            with self._nvme_room(admitted) as reservation:
                 written = self._write(batch, reservation)
                 if written:
                     outcomes = self._publish(reservation, written)
@@ -423,13 +479,26 @@ class Mover:
         finally:
             # One measure per batch: its data sync is part of what writing a page costs.
             self._nvme_writes.end(started, moved)
+            for owner, count in admitted.items():
+                self._room.settle(owner, count)
         for job, outcome in zip(written, outcomes, strict=True):
             failed = outcome is CommitOutcome.FAILED
             self._end(job, JobState.FAILED if failed else JobState.DONE)
 
+    def _admitted(self, job: Job) -> bool:
+        """Ask for one page of room below its owner's ceiling; a job without it is cancelled."""
+        try:
+            if self._room.admit(job.owner, 1):
+                return True
+        except (TierError, OSError) as error:
+            log.warning("demote: key=%s evicting=own error=%s", job.key.hex(), error)
+        self._end(job, JobState.CANCELLED)
+        return False
+
     def _publish(self, reservation: Reservation, written: list[Job]) -> list[CommitOutcome]:
         try:
-            return self._nvme.commit(reservation, [job.key for job in written])
+            owners = [job.owner for job in written]
+            return self._nvme.commit(reservation, [job.key for job in written], owners)
         except (TierError, OSError) as error:
             log.warning("demote commit: pages=%d error=%s", len(written), error)
             return [CommitOutcome.FAILED] * len(written)
@@ -447,7 +516,14 @@ class Mover:
                 break
             try:
                 with self._host.view(job.source, 0) as payload:
-                    self._nvme.write(reservation, len(written), payload, job.source.checksums[0])
+                    self._nvme.write(
+                        reservation,
+                        len(written),
+                        payload,
+                        job.source.checksums[0],
+                        key=job.key,
+                        owner=job.owner,
+                    )
             except (TierError, OSError) as error:
                 log.warning("demote: key=%s error=%s", job.key.hex(), error)
                 self._end(job, JobState.FAILED)
@@ -472,8 +548,9 @@ class Mover:
             for job in jobs:
                 self._end(job, JobState.CANCELLED)
 
-    def _nvme_room(self, count: int) -> Reservation:
-        """Reserve up to `count` nvme slots, evicting the coldest pages there for the rest."""
+    def _nvme_room(self, wanted: Counter[int]) -> Reservation:
+        """Reserve slots for so many pages by owner, evicting colder pages there for the rest."""
+        count = wanted.total()
         reservation = self._nvme.reserve(count)
         short = count - len(reservation)
         if short == 0:
@@ -487,7 +564,8 @@ class Mover:
             short = 1
         reservation.release()
         try:
-            self._nvme.evict(short)
+            for owner, pages in wanted.items():
+                short -= len(self._room.evict(min(short, pages), owner))
         except (TierError, OSError) as error:
             log.warning("demote: evicting=%d error=%s", short, error)
         return self._nvme.reserve(count)

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from tierkv.storage.policy import FrequencySketch
 from tierkv.storage.types import PageKey
 
+ESTIMATE_PAGES = 256
 WIDTH = 2
 """Pages under way: a request that arrives waits for no more reads than these."""
 
@@ -126,3 +128,16 @@ class Preload:
             self._pumping = False
             self._changed.notify_all()
             return None
+
+
+def hottest_first(
+    keys: Sequence[PageKey], sketch: FrequencySketch, lock: threading.RLock
+) -> list[PageKey]:
+    """Order by use count, those alike as they were. `lock` guards the sketch. O(n log n)."""
+    uses: list[int] = []
+    for start in range(0, len(keys), ESTIMATE_PAGES):
+        # In pieces, so that no request waits for all of them.
+        with lock:
+            uses += [sketch.estimate(key) for key in keys[start : start + ESTIMATE_PAGES]]
+    order = sorted(range(len(keys)), key=lambda index: -uses[index])
+    return [keys[index] for index in order]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -26,9 +26,15 @@ from tierkv.storage.clock import Clock
 from tierkv.storage.deadlines import DeadlineWatch
 from tierkv.storage.demotion import Demoter, Lower
 from tierkv.storage.errors import TierError
+from tierkv.storage.eviction_log import EvictionReason
 from tierkv.storage.fetch import PinnedPage, TieredFetch
 from tierkv.storage.mover import Job, JobState
+from tierkv.storage.preload import PreloadStart
+from tierkv.storage.room import Room
 from tierkv.storage.types import PageKey, ReadOutcome, TierName
+
+PRELOAD_WAIT_S = 3600.0
+"""A preloaded page may wait this long behind the reads of requests."""
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +72,7 @@ class Promoter:
         self,
         host: MappedTier,
         lower: Lower | None,
+        room: Room,
         demoter: Demoter,
         breaker: Breaker,
         pins: Counter[PageKey],
@@ -74,9 +81,14 @@ class Promoter:
         host_reads: TransferMeter,
         lock: threading.RLock,
         clock: Clock,
+        on_verified: Callable[[PageKey], None],
     ) -> None:
+        """`on_verified` is told of each page that a read from nvme found sound."""
+        self._on_verified = on_verified
+        self._closing = False
         self._host = host
         self._lower = lower
+        self._room = room
         self._demoter = demoter
         self._breaker = breaker
         self._pins = pins
@@ -120,6 +132,8 @@ class Promoter:
                 self.unpin(fetch.cut(reach))
             if not fetch.done:
                 self._watched[fetch] = self._watch.add(deadline, fetch.expire)
+        # What was in host already is complete now, and no promotion will ever say so.
+        fetch.announce()
         return fetch
 
     def detach(self, fetch: TieredFetch, late: bool) -> None:
@@ -153,6 +167,7 @@ class Promoter:
         with self._lock:
             self._recovered.discard(page.key)
         if not ok:
+            self._room.removed([page.key], EvictionReason.CORRUPT)
             log.warning("fetch: key=%s is corrupt in host, quarantined", page.key.hex())
         return ok
 
@@ -160,7 +175,11 @@ class Promoter:
         with self._lock:
             self.counts.missed += asked - len(pages)
             self.counts.restored.update(page.tier for page in pages)
-            self._demoter.used_locked([page.key for page in pages])
+            self._demoter.handed_out_locked(
+                [page.key for page in pages],
+                [page.lease.owners[0] if page.lease is not None else 0 for page in pages],
+                [page.tier for page in pages],
+            )
 
     def check_locked(self) -> None:
         """Assert that pins and promotions are conserved. O(promotions)."""
@@ -178,6 +197,7 @@ class Promoter:
     def close(self, timeout_s: float) -> bool:
         """End every fetch that still waits, then the watch; False when it did not end in time."""
         with self._lock:
+            self._closing = True
             waiting = list(self._watched)
         for fetch in waiting:
             fetch.expire(late=False)
@@ -227,7 +247,11 @@ class Promoter:
     def _start_promotions(self, fetch: TieredFetch, run: list[PinnedPage]) -> int:
         """Read what is not in host yet; returns the length of the run that has a chance."""
         absent = {page.key for page in run if page.lease is None}
-        self._demoter.make_room_locked(len(absent - self._promotions.keys()))
+        assert self._lower is not None, "a page below host without a lower tier"
+        first = next(page.key for page in run if page.lease is None)
+        # The pages of one run have one owner.
+        (owner,) = self._lower.tier.owner_of([first])
+        self._demoter.make_room_locked(len(absent - self._promotions.keys()), owner)
         for index, page in enumerate(run):
             if page.lease is None and not self._join(fetch, index, page.key):
                 return index
@@ -239,30 +263,65 @@ class Promoter:
         if promotion is not None:
             promotion.job.deadline = max(promotion.job.deadline, fetch.deadline)
             promotion.waiters.append((fetch, index))
+            if promotion.job.background and self._lower is not None:
+                self._lower.mover.hasten(promotion.job)
             return True
-        job = self._promote(key, fetch.deadline)
+        job = self._promote(key, fetch.deadline, self._promoted)
         if job is None:
             return False
         self._promotions[key] = Promotion(job, [(fetch, index)])
         return True
 
-    def _promote(self, key: PageKey, deadline: float) -> Job | None:
+    def preload(self, key: PageKey, on_end: Callable[[bool], None]) -> PreloadStart:
+        """Start bringing one nvme page into a free host slot, behind every request's reads.
+
+        `on_end` is told once whether it arrived, with no lock held, if STARTED.
+        """
+
+        def ended(job: Job) -> None:
+            self._promoted(job)
+            on_end(job.state is JobState.DONE)
+
+        with self._lock:
+            if self._lower is None or not self._breaker.closed or self._closing:
+                return PreloadStart.STOP
+            if not self._host.stats().free_pages:
+                return PreloadStart.STOP
+            if key in self._promotions or self._host.lookup([key])[0]:
+                return PreloadStart.SKIPPED
+            deadline = self._clock.monotonic() + PRELOAD_WAIT_S
+            job = self._promote(key, deadline, ended, background=True)
+            if job is None:
+                return PreloadStart.SKIPPED
+            self._promotions[key] = Promotion(job, [])
+            return PreloadStart.STARTED
+
+    def _promote(
+        self,
+        key: PageKey,
+        deadline: float,
+        on_end: Callable[[Job], None],
+        background: bool = False,
+    ) -> Job | None:
         assert self._lower is not None, "a page below host without a lower tier"
         target = self._host.reserve(1)
         if not target.slots:
             target.release()
             return None
         try:
-            source = self._lower.tier.lease([key])
+            source = self._lower.tier.lease([key], quiet=background)
         except (TierError, OSError) as error:
             log.warning("promote: key=%s error=%s", key.hex(), error)
             target.release()
             return None
-        if source.slots:
+        if source.slots and self._room.admit(source.owners[0], 1):
             # The worker cannot report before this thread lets go of the store's lock.
-            job = self._lower.mover.submit_promote(key, deadline, source, target, self._promoted)
+            job = self._lower.mover.submit_promote(
+                key, deadline, source, target, on_end, background
+            )
             if isinstance(job, Job):
                 return job
+            self._room.settle(source.owners[0], 1)
         source.release()
         target.release()
         return None
@@ -272,8 +331,10 @@ class Promoter:
         told: list[TieredFetch] = []
         with self._lock:
             promotion = self._promotions.pop(job.key)
+            self._room.settle(job.owner, 1)
             if job.outcome is ReadOutcome.OK:
                 self._breaker.succeeded()
+                self._on_verified(job.key)
             elif job.outcome is ReadOutcome.FAILED:
                 self._breaker.failed()
             for fetch, index in promotion.waiters:

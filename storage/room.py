@@ -35,6 +35,11 @@ class Room:
         self.refused = 0
         """Pages kept out because their owner had reached a ceiling and had nothing to evict."""
 
+    @property
+    def guarded(self) -> bool:
+        """True when some floor keeps pages of this tier from others."""
+        return bool(self._book.floors(self._tier.name))
+
     def evict(self, count: int, for_owner: int | None = None) -> list[PageKey]:
         """Let up to `count` of the coldest unleased pages go for new ones of `for_owner`.
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tierkv.storage.arena import ArenaGeometry
 from tierkv.storage.bandwidth import Bandwidth, Way
@@ -23,6 +24,7 @@ from tierkv.storage.base import (
     Fetch,
     MappedTier,
     MoverStats,
+    OwnerUsage,
     PageStore,
     Reservation,
     StoreReservation,
@@ -30,19 +32,29 @@ from tierkv.storage.base import (
     Tier,
 )
 from tierkv.storage.breaker import Breaker
-from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import Clock, SystemClock
-from tierkv.storage.demotion import Demoter, DemotionRules, Lower
+from tierkv.storage.demotion import Demoter, DemotionRules, Heat, Lower
 from tierkv.storage.errors import ConfigError, TierClosedError, TierError
+from tierkv.storage.eviction_log import Eviction, EvictionLog, EvictionReason
+from tierkv.storage.hotness_keeper import HotnessKeeper
 from tierkv.storage.mover import Mover, MoverLimits, Refusal
-from tierkv.storage.policy import FrequencySketch, make_admission
+from tierkv.storage.owners import Owners
+from tierkv.storage.policy import make_admission
+from tierkv.storage.preload import Preload, hottest_first
 from tierkv.storage.promotion import Promoter
+from tierkv.storage.quota import Quota, QuotaBook, TierSize
+from tierkv.storage.reservation import TieredReservation
+from tierkv.storage.room import Room
+from tierkv.storage.scrub import Scrubber, ScrubReport
 from tierkv.storage.store_config import StoreConfig, StoreRules
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
+from tierkv.storage.write_budget import WriteBudget
 
-__all__ = ["StoreConfig", "StoreRules", "TieredReservation", "TieredStore"]
+__all__ = ["StoreConfig", "StoreRules", "TieredStore"]
+
+BUDGET_NAME = "write-budget.json"
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +75,11 @@ class TieredStore(PageStore):
         clock: Clock | None = None,
         on_durable: Callable[[PageKey], None] | None = None,
         nvme_fault: str | None = None,
+        state: Path | None = None,
     ) -> None:
+        """`state` is a folder for what makes pages hot and for the write budget; None: both start
+        anew with each store.
+        """
         rules = rules or StoreRules()
         clock = clock or SystemClock()
         assert nvme is None or nvme.page_bytes == host.page_bytes, "tiers of two page sizes"
@@ -80,12 +96,40 @@ class TieredStore(PageStore):
         self._rejected = 0
         self._closed = False
         self._tiers_closed = False
+        self._evictions = EvictionLog(clock)
+        tiers = [host] if nvme is None else [host, nvme]
+        sizes = {tier.name: tier.stats() for tier in tiers}
+        self._book = QuotaBook(
+            {name: TierSize(size.slot_bytes, size.capacity_pages) for name, size in sizes.items()}
+        )
+        self._room = Room(host, self._book, self._evictions)
+        pages = sum(size.capacity_pages for size in sizes.values())
+        self._hotness = HotnessKeeper(pages, clock, state, rules.save_hotness_s)
+        self._budget: WriteBudget | None = None
+        if rules.nvme_write_bytes_per_day is not None:
+            path = None if state is None else state / BUDGET_NAME
+            self._budget = WriteBudget(rules.nvme_write_bytes_per_day, clock, path)
         self._lower: Lower | None = None
+        self._scrubber: Scrubber | None = None
+        self._preload: Preload | None = None
         if nvme is not None:
-            mover = Mover(host, nvme, self._mover_limits(), clock, self._bandwidth)
-            self._lower = Lower(nvme, mover, clock)
-        self._demoter = self._make_demoter(on_durable)
+            room = Room(nvme, self._book, self._evictions)
+            mover = Mover(host, nvme, self._mover_limits(), clock, self._bandwidth, room)
+            self._lower = Lower(nvme, mover, room, clock)
+            self._scrubber = Scrubber(nvme, room)
+        self._on_durable = on_durable
+        self._demoter = self._make_demoter()
         self._promoter = self._make_promoter()
+        self._owners = Owners(
+            host,
+            self._lower,
+            self._room,
+            self._demoter,
+            self._book,
+            self._hotness.last_use,
+            self._lock,
+            clock,
+        )
 
     @classmethod
     def open(
@@ -106,6 +150,7 @@ class TieredStore(PageStore):
             config.host_bytes,
             checksums=config.checksums,
             clock=clock,
+            huge_pages=config.huge_pages,
         )
         nvme: Tier | None = None
         fault: str | None = None
@@ -121,7 +166,10 @@ class TieredStore(PageStore):
         except BaseException:
             host.close()
             raise
-        return cls(host, nvme, config.rules, clock, on_durable, fault)
+        # The folder is the nvme tier's, and safe to use only while that holds its lock.
+        own = config.state_dir is None and nvme is None
+        state = None if own else config.state_folder
+        return cls(host, nvme, config.rules, clock, on_durable, fault, state)
 
     def lookup(self, keys: Sequence[PageKey]) -> list[TierName | None]:
         self._assert_open()
@@ -130,7 +178,7 @@ class TieredStore(PageStore):
     def reserve(self, count: int, owner: int = 0) -> StoreReservation:
         self._assert_open()
         with self._lock:
-            self._demoter.make_room_locked(count)
+            self._demoter.make_room_locked(count, owner)
             held = self._host.reserve(count)
             self._open_slots += len(held)
             self._rejected += count - len(held)
@@ -147,8 +195,9 @@ class TieredStore(PageStore):
         self._host.touch(keys)
         if self._lower is not None:
             self._lower.tier.touch(keys)
+        owners = self._owners_of(keys)
         with self._lock:
-            self._demoter.used_locked(keys)
+            self._demoter.used_locked(keys, owners)
 
     def flush(self, deadline_s: float) -> bool:
         """Copy every host page that nvme lacks, admission or not, and wait until all are durable.
@@ -202,10 +251,9 @@ class TieredStore(PageStore):
         engine does not call it between requests. ValueError for a tier this store lacks.
         """
         self._assert_open()
-        if tier is TierName.HOST:
-            with self._lock:
-                return self._host.drop(keys)
-        return self._below(tier, "drop").drop(keys)
+        if tier is not TierName.HOST:
+            self._below(tier, "drop")
+        return self._owners.remove(list(dict.fromkeys(keys)), tier, EvictionReason.DROPPED)
 
     def trim(self, tier: TierName, keep_pages: int) -> int:
         """Evict the coldest pages of one tier until it holds `keep_pages`; returns how many.
@@ -218,9 +266,116 @@ class TieredStore(PageStore):
         if tier is TierName.HOST:
             with self._lock:
                 excess = self._host.stats().committed_pages - keep_pages
-                return self._demoter.evict_locked(max(0, excess))
+                gone = self._host.evict(max(0, excess))
+                self._demoter.gone_locked(gone)
+            self._room.removed(gone, EvictionReason.TRIMMED)
+            return len(gone)
         lower = self._below(tier, "trim")
-        return len(lower.evict(max(0, lower.stats().committed_pages - keep_pages)))
+        gone = lower.tier.evict(max(0, lower.tier.stats().committed_pages - keep_pages))
+        lower.room.removed(gone, EvictionReason.TRIMMED)
+        return len(gone)
+
+    # --- owners ---------------------------------------------------------------------------
+
+    def owners(self) -> dict[int, OwnerUsage]:
+        """What each owner has; owners without a page are absent. O(owners)."""
+        self._assert_open()
+        return self._owners.usage()
+
+    def keys_of(self, owner: int, tier: TierName) -> list[PageKey]:
+        """The owner's pages in one tier, coldest first. O(capacity). Empty without that tier."""
+        self._assert_open()
+        return self._owners.keys_of(owner, tier)
+
+    def drop_owner(self, owner: int) -> int:
+        """Remove every page of `owner`, wherever it is; returns how many pages there were.
+
+        Leased ones go when their last lease ends. Waits until the removal is durable.
+        """
+        self._assert_open()
+        return self._owners.drop(owner, self._rules.close_s)
+
+    def set_quota(self, owner: int, quota: Quota | None) -> None:
+        """Set or, with None, clear an owner's floors and ceilings; evicts what is above one now.
+
+        A page that its owner has no room for is refused and counted in stats(). Not persisted.
+        ConfigError for limits that cannot be, CapacityError for floors that do not fit.
+        """
+        self._assert_open()
+        self._owners.set_quota(owner, quota)
+
+    def set_group_quota(self, name: str, owners: Iterable[int], quota: Quota | None) -> None:
+        """Set or clear the quota of several owners together, such as a tenant's. Like set_quota.
+
+        ConfigError when one of them is in another group already.
+        """
+        self._assert_open()
+        self._owners.set_group_quota(name, owners, quota)
+
+    def set_ttl(self, owner: int, seconds: float | None) -> None:
+        """Let expire() remove the owner's pages this long after their last use; None: never.
+
+        storage.ttl says what counts as time. Not persisted. ConfigError when not above 0.
+        """
+        self._assert_open()
+        self._owners.ttl.set_limit(owner, seconds)
+
+    def expire(self) -> int:
+        """Remove a bounded batch of pages past their owner's time to live; returns how many.
+
+        For a timer: on nvme it waits until the removal is durable.
+        """
+        self._assert_open()
+        return self._owners.ttl.expire()
+
+    # --- upkeep ---------------------------------------------------------------------------
+
+    def preload(self, budget_pages: int | None = None) -> Preload:
+        """Bring the hottest nvme pages into free host slots in the background; returns at once.
+
+        Of the `budget_pages` (None: the rules' share of host, less what is there) used last, the
+        most used first. Reads of requests go before it and nothing is evicted for it. A preload
+        that runs already is cancelled. O(nvme pages).
+        """
+        self._assert_open()
+        if self._preload is not None:
+            self._preload.cancel()
+        if budget_pages is None:
+            stats = self._host.stats()
+            share = int(stats.capacity_pages * self._rules.preload_fraction)
+            budget_pages = share - stats.committed_pages
+        keys: list[PageKey] = []
+        if self._lower is not None and budget_pages > 0:
+            keys = self._lower.tier.keys_of()[-budget_pages:][::-1]
+            keys = hottest_first(keys, self._hotness.sketch, self._lock)
+        self._preload = Preload(keys, self.page_bytes, self._promoter.preload)
+        self._preload.begin()
+        return self._preload
+
+    def scrub_step(self, max_pages: int) -> ScrubReport:
+        """Reread up to `max_pages` nvme pages nobody read lately and quarantine bad ones.
+
+        Waits for the reads: the caller sets the pace. Without nvme there is nothing to check.
+        """
+        self._assert_open()
+        if self._scrubber is None:
+            return ScrubReport(0, 0, 0, 1.0)
+        return self._scrubber.step(max_pages)
+
+    def save_state(self) -> bool:
+        """Save use counts and write budget now; False when the device refused. O(capacity).
+
+        Done at close and now and then anyway. True when there is nowhere to save to.
+        """
+        if self._budget is not None:
+            self._budget.save()
+        return self._hotness.save(self._lock, closing=False)
+
+    def evicted_when(self, key: PageKey) -> list[Eviction]:
+        """The latest removal of `key` from each tier, newest first, as far as remembered. O(1)."""
+        return self._evictions.evicted_when(key)
+
+    # --- as a whole -----------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
         with self._lock:
@@ -237,6 +392,11 @@ class TieredStore(PageStore):
                 rejected_pages=self._rejected,
                 demote_skipped=self._demoter.skipped,
                 late_fetches=counts.late,
+                quota_refused=self._quota_refused(),
+                evictions={reason.value: n for reason, n in self._evictions.counts().items()},
+                reuse_gaps=self._hotness.last_use.reuse_gaps(),
+                budget_skipped=self._budget.skipped_pages if self._budget else 0,
+                budget_left_bytes=self._budget.left_bytes if self._budget else None,
                 breaker_trips=self._breaker.trips,
                 breaker_open=not self._breaker.closed,
                 degraded=self._degraded([tier.degraded for tier in tiers]),
@@ -247,6 +407,13 @@ class TieredStore(PageStore):
         if self._lower is not None:
             self._lower.tier.check()
             self._lower.mover.check()
+        self._book.check()
+        self._evictions.check()
+        self._owners.ttl.check()
+        if self._scrubber is not None:
+            self._scrubber.check()
+        if self._preload is not None:
+            self._preload.check()
         with self._lock:
             self._demoter.check_locked()
             self._promoter.check_locked()
@@ -257,6 +424,8 @@ class TieredStore(PageStore):
         with self._lock:
             self._closed = True
         deadline = self._clock.monotonic() + self._rules.close_s
+        if self._preload is not None:
+            self._preload.cancel()
         stopped = self._promoter.close(self._rules.close_s)
         if self._lower is not None:
             stopped &= self._lower.mover.close(max(0.0, deadline - self._clock.monotonic()))
@@ -266,22 +435,58 @@ class TieredStore(PageStore):
             return
         if not self._tiers_closed:
             self._tiers_closed = True
+            self._hotness.save(self._lock, closing=True)
+            if self._budget is not None:
+                self._budget.save()
             self._host.close()
             if self._lower is not None:
                 self._lower.tier.close()
 
-    def committed(self, keys: Sequence[PageKey], outcomes: Sequence[CommitOutcome]) -> None:
-        """Account for one host commit and apply the write policy. By TieredReservation only."""
-        new = [
-            key for key, was in zip(keys, outcomes, strict=True) if was is CommitOutcome.COMMITTED
-        ]
-        again = [
-            key for key, was in zip(keys, outcomes, strict=True) if was is CommitOutcome.EXISTS
-        ]
+    def publish(
+        self, held: Reservation, keys: Sequence[PageKey], owner: int
+    ) -> list[CommitOutcome]:
+        """Commit sealed host slots, as far as the owner's ceilings allow, and apply the write
+        policy. By TieredReservation only.
+        """
+        if self._book.limits(TierName.HOST, owner):
+            with self._lock:
+                outcomes = self._publish_limited(held, keys, owner)
+        else:
+            outcomes = self._host.commit(held, keys, owner)
+        pairs = list(zip(keys, outcomes, strict=True))
+        new = [key for key, was in pairs if was is CommitOutcome.COMMITTED]
+        again = [key for key, was in pairs if was is CommitOutcome.EXISTS]
         with self._lock:
-            self._rejected += list(outcomes).count(CommitOutcome.FAILED)
+            self._rejected += outcomes.count(CommitOutcome.FAILED)
             self._host.touch(again)
-            self._demoter.committed_locked(new)
+            self._demoter.committed_locked(new, owner)
+        return outcomes
+
+    def _publish_limited(
+        self, held: Reservation, keys: Sequence[PageKey], owner: int
+    ) -> list[CommitOutcome]:
+        """Commit the leading keys that fit below the owner's ceilings; refuse the others.
+
+        The tail is refused because a page is worth nothing without those before it.
+        """
+        absent = [not there for there in self._host.lookup(keys)]
+        admitted = self._room.admit(owner, sum(absent))
+        try:
+            fits = left = 0
+            for fits, new in enumerate(absent):
+                left += new
+                if left > admitted:
+                    break
+            else:
+                fits = len(keys)
+            outcomes = self._host.commit(held, keys[:fits], owner)
+        finally:
+            self._room.settle(owner, admitted)
+        # A page may have left between the look and the commit: then one came in too many.
+        self._room.shrink(owner)
+        for there in self._host.lookup(keys[fits:]):
+            outcomes.append(CommitOutcome.EXISTS if there else CommitOutcome.FAILED)
+        return outcomes
 
     def closed_slots(self, count: int) -> None:
         """Account for reserved slots that were committed or given back."""
@@ -298,10 +503,32 @@ class TieredStore(PageStore):
             raise ConfigError(f"{operation}: host is a {type(self._host).__name__}, no arena")
         return self._host
 
-    def _below(self, tier: TierName, operation: str) -> Tier:
+    def _owners_of(self, keys: Sequence[PageKey]) -> list[int | None]:
+        """Each page's owner, wherever it is."""
+        owners = self._host.owner_of(keys)
+        if self._lower is None or None not in owners:
+            return owners
+        below = self._lower.tier.owner_of(keys)
+        return [
+            lower if upper is None else upper for upper, lower in zip(owners, below, strict=True)
+        ]
+
+    def _quota_refused(self) -> dict[TierName, int]:
+        rooms = {self._host.name: self._room}
+        if self._lower is not None:
+            rooms[self._lower.tier.name] = self._lower.room
+        return {name: room.refused for name, room in rooms.items() if room.refused}
+
+    def _durable(self, key: PageKey) -> None:
+        """Runs in a worker when nvme made a page durable."""
+        self._hotness.save_if_due(self._lock)
+        if self._on_durable is not None:
+            self._on_durable(key)
+
+    def _below(self, tier: TierName, operation: str) -> Lower:
         if self._lower is None or tier is not self._lower.tier.name:
             raise ValueError(f"{operation}: this store has no tier {tier}; name one it has")
-        return self._lower.tier
+        return self._lower
 
     def _mover_limits(self) -> MoverLimits:
         """The rules' limits, with at most half of host held by pages on their way down: copies
@@ -310,11 +537,8 @@ class TieredStore(PageStore):
         half = max(1, self._host.stats().capacity_pages // 2)
         return replace(limits, demote_queue_pages=min(limits.demote_queue_pages, half))
 
-    def _make_demoter(self, on_durable: Callable[[PageKey], None] | None) -> Demoter:
-        pages = self._host.stats().capacity_pages
-        if self._lower is not None:
-            pages += self._lower.tier.stats().capacity_pages
-        sketch = FrequencySketch(max(1, pages))
+    def _make_demoter(self) -> Demoter:
+        sketch = self._hotness.sketch
         clean = self._host.stats().capacity_pages * self._rules.host_clean_fraction
         rules = DemotionRules(
             policy=self._rules.write_policy,
@@ -322,15 +546,25 @@ class TieredStore(PageStore):
             selective_hits=self._rules.selective_hits,
             clean_pages_min=max(1, round(clean)),
             deadline_s=self._rules.demote_deadline_s,
+            budget=self._budget,
         )
         return Demoter(
-            self._host, self._lower, rules, sketch, self._pins, self._lock, self._clock, on_durable
+            self._host,
+            self._lower,
+            self._room,
+            rules,
+            Heat(sketch, self._hotness.last_use),
+            self._pins,
+            self._lock,
+            self._clock,
+            self._durable,
         )
 
     def _make_promoter(self) -> Promoter:
         return Promoter(
             self._host,
             self._lower,
+            self._room,
             self._demoter,
             self._breaker,
             self._pins,
@@ -340,6 +574,7 @@ class TieredStore(PageStore):
             self._bandwidth.meter(TierName.HOST, Way.READ),
             self._lock,
             self._clock,
+            lambda key: self._scrubber.verified(key) if self._scrubber is not None else None,
         )
 
     def _queue_for_flush(self, lower: Lower, key: PageKey, deadline: float) -> bool:
@@ -367,6 +602,7 @@ class TieredStore(PageStore):
         """With no copy under way, what the tiers hold is exactly what this store holds."""
         host = self._host.stats()
         assert self._promoter.promoting_locked == 0, "a promotion outlived its job"
+        assert self._book.held_pages == 0, "room was held for pages that never came"
         # A key may be pinned in two slots when it was dropped and committed again, and a page
         # found corrupt while it was held is counted as quarantined, no longer as leased.
         held = sum(self._pins.values())
@@ -375,6 +611,8 @@ class TieredStore(PageStore):
         assert host.reserved_pages == self._open_slots, (host.reserved_pages, self._open_slots)
         if self._lower is not None:
             nvme = self._lower.tier.stats()
+            if self._scrubber is not None and self._scrubber.busy:
+                return
             assert nvme.leased_pages == 0, f"nvme leases leaked: {nvme.leased_pages}"
             assert nvme.reserved_pages == 0, f"nvme slots leaked: {nvme.reserved_pages}"
 
@@ -390,46 +628,3 @@ def _open_nvme(config: StoreConfig, clock: Clock | None) -> Tier | None:
         clock=clock,
         min_free_bytes=config.nvme_min_free_bytes,
     )
-
-
-class TieredReservation(StoreReservation):
-    """Host slots to fill in place; see StoreReservation."""
-
-    def __init__(self, store: TieredStore, host: MappedTier, held: Reservation) -> None:
-        self._store = store
-        self._host = host
-        self._held = held
-        self._closed = False
-        self.views = [host.payload(held, index) for index in range(len(held))]
-        self.slots = [int(slot) for slot in held.slots]
-
-    def commit(
-        self,
-        keys: Sequence[PageKey],
-        checksums: Sequence[bytes] | None = None,
-        owner: int = 0,
-    ) -> list[CommitOutcome]:
-        assert not self._closed, "a reservation is committed once"
-        assert len(keys) <= len(self.views), (len(keys), len(self.views))
-        assert checksums is None or len(checksums) == len(keys), "one checksum a key"
-        for index in range(len(keys)):
-            self._host.seal(self._held, index, None if checksums is None else checksums[index])
-        outcomes = self._host.commit(self._held, keys)
-        self._close()
-        self._store.committed(keys, outcomes)
-        return outcomes
-
-    def verify(self, index: int, checksum: bytes) -> bool:
-        assert not self._closed, "a closed reservation holds no slots"
-        return payload_checksum(self.views[index]) == checksum
-
-    def release(self) -> None:
-        if not self._closed:
-            self._held.release()
-            self._close()
-
-    def _close(self) -> None:
-        self._closed = True
-        # Whoever still holds a view must not find it here: the slot may be another page's now.
-        count, self.views, self.slots = len(self.views), [], []
-        self._store.closed_slots(count)

@@ -21,7 +21,8 @@ from tierkv.storage.tiers.nvme import MIN_FREE_BYTES, NvmeTier
 class StoreRules:
     """How a store behaves, whatever its tiers are. Times in seconds, sizes in pages."""
 
-    write_policy: WritePolicy = WritePolicy.WRITE_BACK
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    """Never cold is the third promise: a reboot finds only what was copied before it."""
     selective_hits: int = 2
     """Hits after which write_through_selective copies a page."""
     admission: AdmissionName = AdmissionName.HOTNESS
@@ -30,6 +31,12 @@ class StoreRules:
     host_clean_fraction: float = 0.25
     """Share of host that write_back keeps free or already on nvme, so that reserve() finds room."""
     mover: MoverLimits = field(default_factory=MoverLimits)
+    nvme_write_bytes_per_day: int | None = None
+    """No 24 hours see more written, flush() aside. None: no limit."""
+    preload_fraction: float = 0.5
+    """Share of host that preload() fills unless told otherwise."""
+    save_hotness_s: float = 300.0
+    """Use counts are saved this often while pages are written, and at close."""
     demote_deadline_s: float = 30.0
     breaker_failures: int = 3
     breaker_open_s: float = 5.0
@@ -40,14 +47,19 @@ class StoreRules:
         for name in ("selective_hits", "breaker_failures"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"store rules: {name} is {value}, expected at least 1; raise it")
-        for name in ("demote_deadline_s", "breaker_open_s", "close_s"):
+        if self.nvme_write_bytes_per_day is not None and self.nvme_write_bytes_per_day < 1:
+            raise ConfigError(
+                f"store rules: nvme_write_bytes_per_day is {self.nvme_write_bytes_per_day}, "
+                "expected at least 1; leave it out for no limit"
+            )
+        for name in ("demote_deadline_s", "breaker_open_s", "close_s", "save_hotness_s"):
             if (value := getattr(self, name)) <= 0:
                 raise ConfigError(f"store rules: {name} is {value}, expected above 0; raise it")
-        if not 0 <= self.host_clean_fraction <= 1:
-            raise ConfigError(
-                f"store rules: host_clean_fraction is {self.host_clean_fraction}, "
-                "expected 0 to 1; set the share of host to keep ready"
-            )
+        for name in ("host_clean_fraction", "preload_fraction"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
+                raise ConfigError(
+                    f"store rules: {name} is {value}, expected 0 to 1; set a share of host"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +70,24 @@ class StoreConfig:
     host_bytes: int
     host_arena_path: Path | None = None
     """A file on tmpfs outlives the process; None: memory of this process only."""
+    huge_pages: bool = False
+    """Ask for them for the arena, and make do without."""
     nvme_root: Path | None = None
     """None: host only."""
     nvme_bytes: int = 0
     nvme_min_free_bytes: int = MIN_FREE_BYTES
     """nvme stops growing when its file system has less than this left."""
     checksums: bool = True
+    state_dir: Path | None = None
+    """Where hotness and the write budget are kept across restarts; None: in the nvme root."""
     rules: StoreRules = field(default_factory=StoreRules)
+
+    @property
+    def state_folder(self) -> Path | None:
+        """The folder meant by state_dir; None when there is nowhere to keep anything."""
+        if self.state_dir is None and self.nvme_root is not None:
+            return self.nvme_root / "state"
+        return self.state_dir
 
     def validate(self) -> None:
         """Raise CapacityError or ConfigError for what cannot work, before anything is created."""
