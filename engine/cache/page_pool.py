@@ -11,13 +11,17 @@ threads report completion to the engine thread, which calls finish_copy().
              when the copy only reads
 
 A COPYING page can be neither freed nor handed out: its slot is reusable only after the copy's own
-completion. Invariant: free + used + copying == total, asserted by check(). Called by
-engine/cache/prefix_cache.py.
+completion. begin_copy() returns that promise as an object, PagesInCopy: the transfer ties it to
+the copy's completion, and finish_copy() refuses it earlier. A copy that reads pages which stay in
+use (begin_read) keeps them USED, yet nobody can free them or write to them before its end.
+Invariants: free + used + copying == total; a page with readers is USED; both asserted by check().
+Called by engine/cache/prefix_cache.py and by the engine's restore and offload.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +33,50 @@ PageArray = npt.NDArray[np.int32]
 FREE = 0
 USED = 1
 COPYING = 2
+
+
+class Completion(Protocol):
+    """The end of a copy, as the transfer reports it."""
+
+    @property
+    def done(self) -> bool:
+        """True once no byte of the copy moves any more."""
+        ...
+
+
+class PagesInCopy:
+    """Pages of one copy, from begin_copy() or begin_read() until finish_copy(). Single use.
+
+    Handed to the transfer, which ties its completion to it: from then on the pool takes the pages
+    back only when the copy has ended.
+    """
+
+    __slots__ = ("_completion", "_pool", "finished", "pages", "reads")
+
+    def __init__(self, pool: PagePool, pages: PageArray, *, reads: bool) -> None:
+        self._pool = pool
+        self.pages = pages
+        self.reads = reads
+        """True when the pages stay USED and the copy only reads them."""
+        self.finished = False
+        self._completion: Completion | None = None
+
+    @property
+    def under_way(self) -> bool:
+        """True while a copy may touch the pages."""
+        return self._completion is not None and not self._completion.done
+
+    def page_list(self) -> list[int]:
+        """The indexes as Python integers."""
+        indexes: list[int] = self.pages.tolist()
+        return indexes
+
+    def attach(self, completion: Completion) -> None:
+        """Tie the pages to the copy that was started. Once."""
+        assert self._completion is None, "the pages take part in one copy only"
+        assert not self.finished, "the pages were given back before the copy began"
+        self._pool.note_tied(self)
+        self._completion = completion
 
 
 class PagePool:
@@ -65,8 +113,13 @@ class PagePool:
         self._states = bytearray(num_pages)
         # A view of the same memory: runs are searched as bytes, groups are set as an array.
         self._array = np.frombuffer(self._states, np.uint8)
+        self._readers = np.zeros(num_pages, np.uint16)
+        """Copies under way that read each page."""
         self._free_count = num_pages
         self._copying_count = 0
+        self._reading_count = 0
+        self._tied: list[PagesInCopy] = []
+        """Copies that were handed to a transfer and are not finished, oldest first."""
 
     @property
     def free_count(self) -> int:
@@ -142,17 +195,72 @@ class PagePool:
         return pages
 
     def free(self, pages: PageArray | Sequence[int]) -> None:
-        """Give USED pages back. Asserts on a double free, a COPYING or a foreign page."""
+        """Give USED pages back.
+
+        Asserts on a double free, a COPYING, a read or a foreign page."""
+        self.check_writable(pages)
         self._move(pages, USED, FREE, "free")
         self._free_count += len(pages)
 
-    def begin_copy(self, pages: PageArray | Sequence[int]) -> None:
+    def begin_copy(self, pages: PageArray | Sequence[int]) -> PagesInCopy:
         """Mark USED pages as being copied: nobody can free them until finish_copy()."""
+        self.check_writable(pages)
         self._move(pages, USED, COPYING, "begin_copy")
         self._copying_count += len(pages)
+        return self._begin(pages, reads=False)
 
-    def finish_copy(self, pages: PageArray | Sequence[int], free: bool) -> None:
-        """End a copy: back to USED, or to FREE (a demotion that is done, a restore that failed)."""
+    def begin_read(self, pages: PageArray | Sequence[int]) -> PagesInCopy:
+        """Let a copy read USED pages, which stay USED: nobody can free or write to them until
+        finish_copy(). Several reads of one page may overlap."""
+        indexes = self._indexes(pages)
+        wrong = indexes[self._array[indexes] != USED]
+        assert wrong.size == 0, f"begin_read: pages {wrong[:8].tolist()} are not in use"
+        assert np.unique(indexes).size == indexes.size, "begin_read: a page is named twice"
+        self._readers[indexes] += 1
+        self._reading_count += indexes.size
+        return self._begin(pages, reads=True)
+
+    def finish_copy(self, copy: PagesInCopy | PageArray | Sequence[int], free: bool) -> None:
+        """End a copy: back to USED, or to FREE (a demotion that is done, a restore that failed).
+
+        Asserts when a copy that was tied to the pages has not ended, and on a second end. Bare
+        indexes name any pages whose copies were never tied to a completion. `free` is not for
+        begin_read(): the pages have their holder.
+        """
+        if not isinstance(copy, PagesInCopy):
+            tied = [c.pages for c in self._tied if not c.reads]
+            wrong = np.intersect1d(self._indexes(copy), np.concatenate(tied)) if tied else ()
+            assert len(wrong) == 0, f"finish_copy: pages {list(wrong)[:8]} are tied to a copy"
+            self._end_copy(copy, free)
+            return
+        assert not copy.finished, "finish_copy: a copy ends once"
+        assert not copy.under_way, "finish_copy: the copy has not ended"
+        if copy.reads:
+            assert not free, "finish_copy: pages that are only read stay their holder's"
+            self._readers[copy.pages] -= 1
+            self._reading_count -= copy.pages.size
+        else:
+            self._end_copy(copy.pages, free)
+        copy.finished = True
+        if copy in self._tied:
+            self._tied.remove(copy)
+
+    def note_tied(self, copy: PagesInCopy) -> None:
+        """Called by PagesInCopy.attach(): from now on only its copy's end frees the pages."""
+        assert copy.reads or (self._array[copy.pages] == COPYING).all(), "the pages were finished"
+        self._tied.append(copy)
+
+    def check_writable(self, pages: PageArray | Sequence[int]) -> None:
+        """Assert that no copy reads these pages. For whoever is about to write or free them."""
+        if self._reading_count:
+            indexes = self._indexes(pages)
+            read = indexes[self._readers[indexes] > 0]
+            assert read.size == 0, f"pages {read[:8].tolist()} are being read by a copy"
+
+    def _begin(self, pages: PageArray | Sequence[int], *, reads: bool) -> PagesInCopy:
+        return PagesInCopy(self, self._indexes(pages).copy(), reads=reads)
+
+    def _end_copy(self, pages: PageArray | Sequence[int], free: bool) -> None:
         self._move(pages, COPYING, FREE if free else USED, "finish_copy")
         self._copying_count -= len(pages)
         if free:
@@ -166,6 +274,10 @@ class PagePool:
         assert free == self._free_count, f"{free} free pages, {self._free_count} counted"
         assert copying == self._copying_count, f"{copying} copying, {self._copying_count} counted"
         assert used == self.used_count
+        assert self._reading_count == int(self._readers.sum())
+        assert (self._array[self._readers > 0] == USED).all(), "a page is read that is not in use"
+        for copy in self._tied:
+            assert copy.reads or (self._array[copy.pages] == COPYING).all(), "a copy lost a page"
 
     def _move(self, pages: PageArray | Sequence[int], old: int, new: int, operation: str) -> None:
         indexes = self._indexes(pages)

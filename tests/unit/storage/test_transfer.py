@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch
 from tierkv.storage.errors import TierClosedError, TierIOError
 from tierkv.storage.transfer.base import CopyEvent
 from tierkv.storage.transfer.cpu import CpuTransfer
-from tierkv.storage.transfer.threaded import ThreadedTransfer
 
 DEADLINE_S = 20.0
 
@@ -76,59 +73,3 @@ def test_closed_transfer_refuses_and_close_waits_for_what_runs() -> None:
     transfer.close()
 
 
-class GatedTransfer(ThreadedTransfer[int]):
-    """Copies nothing; notes the fence and waits for a gate."""
-
-    page_bytes = 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self.step = 0
-        self.seen: list[tuple[str, int, list[int]]] = []
-
-    def _fence(self) -> int:
-        return self.step
-
-    def _to_host(self, fence: int, pages: list[int], views: list[memoryview]) -> None:
-        assert self.gate.wait(DEADLINE_S)
-        self.seen.append(("out", fence, pages))
-
-    def _to_device(self, fence: int, pages: list[int], views: list[memoryview]) -> None:
-        self.seen.append(("in", fence, pages))
-
-
-def test_w2_the_fence_is_taken_when_the_copy_is_asked_for() -> None:
-    transfer = GatedTransfer()
-    transfer.step = 1
-    first = transfer.gather([4], buffers(1, 1))
-    transfer.step = 2
-    second = transfer.gather([5], buffers(1, 1))
-    transfer.step = 3
-    transfer.gate.set()
-    assert first.wait(DEADLINE_S)
-    assert second.wait(DEADLINE_S)
-    assert transfer.seen == [("out", 1, [4]), ("out", 2, [5])]
-    transfer.close()
-
-
-def test_directions_do_not_wait_for_each_other() -> None:
-    transfer = GatedTransfer()
-    blocked = transfer.gather([1], buffers(1, 1))
-    assert transfer.scatter(buffers(1, 1), [2]).wait(DEADLINE_S)
-    assert not blocked.done
-    transfer.gate.set()
-    assert blocked.wait(DEADLINE_S)
-    transfer.close()
-
-
-def test_callbacks_run_once_before_and_after_the_end() -> None:
-    event = CopyEvent()
-    calls: list[str] = []
-    event.add_done_callback(lambda _: calls.append("early"))
-    assert calls == []
-    event.finish()
-    event.add_done_callback(lambda _: calls.append("late"))
-    assert calls == ["early", "late"]
-    with pytest.raises(AssertionError, match="ends once"):
-        event.finish()

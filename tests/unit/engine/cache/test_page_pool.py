@@ -167,3 +167,71 @@ def test_random_use_never_loses_or_doubles_a_page(seed: int) -> None:
             copying = copying[count:]
         pool.check()
         assert (pool.used_count, pool.copying_count) == (len(used), len(copying))
+
+
+class Copy:
+    """A copy whose end the test decides."""
+
+    done = False
+
+
+def test_w2_pages_tied_to_a_copy_cannot_be_given_back_before_its_end() -> None:
+    pool = PagePool(6, 16)
+    pages = pool.allocate(3)
+    assert pages is not None
+    held = pool.begin_copy(pages)
+    copy = Copy()
+    held.attach(copy)
+    pool.check()
+    with pytest.raises(AssertionError, match="has not ended"):
+        pool.finish_copy(held, free=True)
+    with pytest.raises(AssertionError, match="tied to a copy"):
+        pool.finish_copy(pages[:1], free=True)
+    with pytest.raises(AssertionError, match="not in state"):
+        pool.free(pages)
+    copy.done = True
+    pool.finish_copy(held, free=True)
+    pool.check()
+    assert pool.free_count == 6
+    with pytest.raises(AssertionError, match="ends once"):
+        pool.finish_copy(held, free=True)
+
+
+def test_w2_pages_that_a_copy_reads_are_neither_freed_nor_written() -> None:
+    pool = PagePool(6, 16)
+    pages = pool.allocate(2)
+    assert pages is not None
+    first, second = pool.begin_read(pages), pool.begin_read(pages[:1])
+    copy = Copy()
+    first.attach(copy)
+    assert (pool.used_count, pool.copying_count) == (2, 0)
+    for forbidden in (pool.free, pool.begin_copy, pool.check_writable):
+        with pytest.raises(AssertionError, match="being read"):
+            forbidden(pages)
+    with pytest.raises(AssertionError, match="has not ended"):
+        pool.finish_copy(first, free=False)
+    copy.done = True
+    with pytest.raises(AssertionError, match="stay their holder's"):
+        pool.finish_copy(first, free=True)
+    pool.finish_copy(first, free=False)
+    pool.check()
+    with pytest.raises(AssertionError, match="being read"):
+        pool.free(pages[:1])
+    # A copy that never began ties nothing.
+    pool.finish_copy(second, free=False)
+    pool.free(pages)
+    pool.check()
+
+
+def test_a_copy_takes_its_pages_once_and_only_while_they_are_its_own() -> None:
+    pool = PagePool(4, 16)
+    pages = pool.allocate(2)
+    assert pages is not None
+    held = pool.begin_copy(pages)
+    pool.finish_copy(pages, free=False)
+    with pytest.raises(AssertionError, match="were finished"):
+        held.attach(Copy())
+    again = pool.begin_copy(pages)
+    again.attach(Copy())
+    with pytest.raises(AssertionError, match="one copy only"):
+        again.attach(Copy())
