@@ -116,7 +116,9 @@ class DaemonConfig:
     nvme_class_bytes: int | None = None
     nvme_min_free_bytes: int = MIN_FREE_BYTES
     huge_pages: bool = False
-    write_policy: WritePolicy = WritePolicy.WRITE_BACK
+    checksums: bool = True
+    """Off: pages are neither hashed nor verified. For measurements only."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     selective_hits: int = 2
     admission: AdmissionName = AdmissionName.HOTNESS
     verify_commit: VerifyCommit = VerifyCommit.ALWAYS
