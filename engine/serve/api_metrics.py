@@ -165,13 +165,16 @@ def _offload_metrics(stats: OffloadStats) -> Iterator[Metric]:
 
 
 def _restore_metrics(stats: RestoreStats) -> Iterator[Metric]:
-    yield GaugeMetricFamily("tierkv_restore_waiting_requests", "Fetches open", stats.waiting)
-    yield GaugeMetricFamily("tierkv_restore_copying_requests", "Copies open", stats.copying)
+    yield GaugeMetricFamily("tierkv_restore_active_loads", "Loads under way", stats.active)
     for name, text, value in (
-        ("fetches", "Fetches started", stats.fetches),
+        ("loads", "Loads planned", stats.loads),
+        ("outright", "Tier hits computed outright, being cheaper", stats.outright),
         ("pages", "Pages copied into the pool", stats.restored_pages),
-        ("late_fetches", "Fetches past their deadline", stats.late),
-        ("failed_copies", "Copies into the pool that failed", stats.failed),
+        ("recomputed_pages", "Pages computed before they came", stats.recomputed_pages),
+        ("late_loads", "Loads past their deadline", stats.late),
+        ("failed_pages", "Pages whose fetch or copy failed", stats.failed),
+        ("expected_seconds", "Time the plans expected", stats.expected_s),
+        ("taken_seconds", "Time the loads took", stats.taken_s),
     ):
         yield CounterMetricFamily(f"tierkv_restore_{name}", text, value)
 

@@ -88,7 +88,8 @@ class EngineCore:
                 tiers.transfer,
                 clock,
                 deadline_s=config.restore_deadline_s,
-                waiting_max=config.max_running,
+                loads_max=config.max_running,
+                chunk_tokens=config.max_batch_tokens,
                 wake=wake,
             )
         limits = SchedulerLimits(
@@ -174,7 +175,13 @@ class EngineCore:
         if not work:
             self._close_ended()
             return False
+        began = self._clock.monotonic()
         tokens = self._forward(work)
+        if self.restore is not None:
+            seconds = self._clock.monotonic() - began
+            count = sum(each.end - each.start for each in work)
+            context = sum((each.end - each.start) * each.start for each in work) / count
+            self.restore.cost.note(count, context, seconds)
         self.scheduler.commit(work, tokens, self._eos)
         self._steps += 1
         self._generated_tokens += len(tokens)
@@ -187,17 +194,14 @@ class EngineCore:
 
     def idle_wait_s(self) -> float:
         """How long an idle engine may sleep without missing a deadline."""
-        deadline = self.restore.deadline() if self.restore else None
-        if deadline is None:
-            return IDLE_WAIT_S
-        return min(IDLE_WAIT_S, max(0.0, deadline - self._clock.monotonic()))
+        recheck = self.restore.recheck_s() if self.restore else None
+        return IDLE_WAIT_S if recheck is None else min(IDLE_WAIT_S, recheck)
 
     def close(self, timeout_s: float) -> None:
         """End all requests and wait for the copies under way, each within `timeout_s`."""
         self.abort_all()
         if self.restore is not None:
-            for request in self.restore.close(timeout_s):
-                self.scheduler.restored(request)
+            self.restore.close(timeout_s)
         self.drain(timeout_s)
 
     def drop_gpu_cache(self, timeout_s: float) -> int:
@@ -245,6 +249,8 @@ class EngineCore:
         self.scheduler.check()
         if self.offload is not None:
             self.offload.check()
+        if self.restore is not None:
+            self.restore.check()
         for request, _ in self._live.values():
             assert request.state is not RequestState.FINISHED, "an ended request is still live"
 
@@ -254,8 +260,7 @@ class EngineCore:
 
     def _note_copies(self) -> None:
         if self.restore is not None:
-            for request in self.restore.poll():
-                self.scheduler.restored(request)
+            self.restore.poll()
         if self.offload is not None:
             self.offload.poll()
 
@@ -279,7 +284,7 @@ class EngineCore:
         return {request.request_id: token for request, token in zip(wanting, tokens, strict=True)}
 
     def _close_ended(self) -> None:
-        """Tell the sinks of requests that have ended. Those still being restored end later."""
+        """Tell the sinks of requests that have ended."""
         ended = [r for r, _ in self._live.values() if r.state is RequestState.FINISHED]
         for request in ended:
             _, sink = self._live.pop(request.request_id)

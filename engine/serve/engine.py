@@ -348,6 +348,7 @@ class Engine:
             ttft_s=None if first is None else first - start,
             total_s=request.finished_s - start,
             error=request.error,
+            plan=request.plan,
         )
 
     # --- the engine thread ---------------------------------------------------------------------

@@ -5,10 +5,8 @@ is a frozen value that may cross threads.
 
 State of a request; each arrow names who takes it:
 
-    QUEUED     --scheduler.admit-->    RESTORING   pages of a lower tier are on their way
-    QUEUED     --scheduler.admit-->    PREFILL     nothing to restore
-    RESTORING  --restore.finish-->     PREFILL
-    PREFILL    --scheduler.commit-->   DECODE      all prompt tokens are computed
+    QUEUED     --scheduler.admit-->    PREFILL     computing its head, loading its tail
+    PREFILL    --scheduler.commit-->   DECODE      all prompt tokens are there
     PREFILL, DECODE --scheduler.retract--> QUEUED  the pool ran out; computed pages stay cached
     any        --scheduler.finish-->   FINISHED    stop, length, abort or error
 """
@@ -22,6 +20,7 @@ from enum import Enum, StrEnum, auto
 from tierkv.engine.cache.node import NodeRef, PageArray
 from tierkv.engine.cache.page_table import PageTable
 from tierkv.engine.cache.prefix_cache import NO_PAGES
+from tierkv.engine.serve.planner import Plan
 from tierkv.engine.serve.sampler import SamplingParams, SamplingState
 from tierkv.storage.identity import page_keys
 from tierkv.storage.types import TOKEN_BYTES, NamespaceId, PackedTokens, PageKey, pack_tokens
@@ -40,7 +39,6 @@ class RequestState(Enum):
     """Where a request stands; see the module's table."""
 
     QUEUED = auto()
-    RESTORING = auto()
     PREFILL = auto()
     DECODE = auto()
     FINISHED = auto()
@@ -77,6 +75,8 @@ class RequestOutput:
     total_s: float
     error: str | None = None
     """One line when finish_reason is ERROR."""
+    plan: Plan | None = None
+    """How its missing prefix was to be brought back; None when no lower tier held any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,8 @@ class Request:
     finish_reason: FinishReason | None = None
     error: str | None = None
     retractions: int = 0
+    plan: Plan | None = None
+    """How its missing prefix was to be brought back; None when no tier held any."""
 
     def __post_init__(self) -> None:
         self.packed = bytearray(pack_tokens(self.prompt))

@@ -1,13 +1,14 @@
-"""Brings a request's prefix back from the store: prefetch while it waits, copy when it is admitted.
+"""Brings a request's prefix back from the store while its head is computed, until they meet.
 
-Owns the fetches of waiting requests and the copies under way into the pool. Runs on the engine
-thread. What is late, lost or corrupt is a miss: the request computes it.
+Owns the loads of waiting and running requests, the cost model of computing and the rate of each
+tier. Runs on the engine thread. What is late, lost or corrupt is a miss: the request computes it.
 
-    WAITING request   begin()    asks the store for the run after the GPU hit
-                      ready()    False while that is under way and in time
-    admission         start()    takes what has come; copies it into the request's fresh pages
-    RESTORING         poll()     returns requests whose copies ended; their pages may be read
-    any time          cancel()   frees what a waiting request holds
+    queued      begin()     plans, and starts fetching from the tail: prefetch into host memory
+    admitted    bind()      gives the load its pool pages; what has come is copied into them
+    each step   poll()      takes note of arrivals, starts copies
+                advance()   moves the request's front over pages that have arrived
+                chunk_end() how far to compute now; the front itself means: better wait
+    any time    detach()    ends the load; pages still under copy are freed when the copy ends
 """
 
 from __future__ import annotations
@@ -15,54 +16,59 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tierkv.engine.cache.node import PageArray
-from tierkv.engine.cache.prefix_cache import PrefixCache
-from tierkv.engine.serve.request import CachedTokens, Request
-from tierkv.storage.base import Fetch, PageLease, PageStore
+from tierkv.engine.cache.prefix_cache import NO_PAGES, PrefixCache
+from tierkv.engine.serve.loading import Load, PageState, Segment
+from tierkv.engine.serve.planner import LoadRate, Plan, PrefillCost, meet, plan
+from tierkv.engine.serve.request import Request
+from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock
-from tierkv.storage.transfer.base import CopyEvent, PageTransfer
+from tierkv.storage.transfer.base import PageTransfer
 from tierkv.storage.types import TierName
 
 log = logging.getLogger(__name__)
 
-ATTEMPTS_MAX = 3
-"""Times a waiting request may ask again because its GPU hit shrank in the meantime."""
+SEGMENTS = 16
+"""Pieces a run is loaded in: the finer, the closer computing and loading meet."""
+SEGMENT_PAGES_MAX = 64
+LATE_FACTOR = 2.0
+"""A segment that takes this many times as long as expected is late: plan again."""
+PROBE_EVERY = 16
+"""Loads that the plan rejects outright before one is tried all the same, to learn the rate."""
+RECHECK_S_MIN = 0.005
+
+
+class RestoreMode:
+    """How a missing prefix is brought back. AUTO is for serving, the others for measuring."""
+
+    AUTO = "auto"
+    LOAD = "load"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreStats:
     """Counters since start."""
 
-    fetches: int
+    loads: int
     restored_pages: int
+    recomputed_pages: int
+    """Pages of planned loads that were computed before they came."""
     late: int
-    """Fetches that had not ended by their deadline; what had come was used."""
+    """Loads that reached their deadline; what had come was used."""
     failed: int
-    """Copies into the pool that failed; the pages were computed instead."""
-    waiting: int
-    copying: int
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """A fetch of a request that is not admitted yet."""
-
-    fetch: Fetch
-    first_page: int
-    deadline: float
-
-
-@dataclass(slots=True)
-class _Copying:
-    """A scatter under way."""
-
-    request: Request
-    lease: PageLease
-    pages: PageArray
-    tiers: list[TierName]
-    event: CopyEvent
+    """Pages whose fetch or copy failed."""
+    outright: int
+    """Hits in a lower tier that the plan left alone: computing was cheaper."""
+    active: int
+    orphaned_pages: int
+    """Pages of ended requests that a copy still writes."""
+    expected_s: float
+    """Sum of the plans' expected times, of the loads that ended."""
+    taken_s: float
+    """Sum of the times they took, from admission to the last page."""
 
 
 class Restore:
@@ -76,7 +82,8 @@ class Restore:
         clock: Clock,
         *,
         deadline_s: float,
-        waiting_max: int,
+        loads_max: int,
+        chunk_tokens: int,
         wake: Callable[[], None],
     ) -> None:
         self._cache = cache
@@ -84,144 +91,346 @@ class Restore:
         self._transfer = transfer
         self._clock = clock
         self._deadline_s = deadline_s
-        self._waiting_max = waiting_max
+        self._loads_max = loads_max
+        self._chunk_tokens = chunk_tokens
         self._wake = wake
-        self._waiting: dict[int, _Waiting] = {}
-        self._attempts: Counter[int] = Counter()
-        self._copying: list[_Copying] = []
-        self._fetches = 0
-        self._restored_pages = 0
-        self._late = 0
-        self._failed = 0
+        self.mode = RestoreMode.AUTO
+        self.cost = PrefillCost()
+        self.rates: dict[TierName, LoadRate] = {}
+        self._loads: dict[int, Load] = {}
+        self._plans: dict[int, tuple[Plan, float]] = {}
+        self._orphans: list[tuple[Segment, PageArray]] = []
+        self._rejected_in_a_row = 0
+        self._counts = Counter[str]()
+        self._expected_s = 0.0
+        self._taken_s = 0.0
+
+    # --- life of a load ------------------------------------------------------------------------
 
     def begin(self, request: Request, gpu_pages: int) -> None:
-        """Ask the store for the pages after the first `gpu_pages`; returns at once.
+        """Start fetching what lower tiers hold after the first `gpu_pages`; returns at once.
 
-        Does nothing when the store has none, or when enough other requests are being fetched:
-        the request then asks again from ready().
+        Does nothing when they hold nothing, when computing is cheaper, or when enough other
+        loads are under way; bind() asks again.
         """
-        if request.request_id in self._waiting or len(self._waiting) >= self._waiting_max:
+        if request.request_id in self._loads or len(self._loads) >= self._loads_max:
             return
-        if self._attempts[request.request_id] >= ATTEMPTS_MAX:
+        if self.mode == RestoreMode.RECOMPUTE:
             return
-        wanted = request.page_keys[gpu_pages : request.restorable_pages(self._cache.page_tokens)]
-        run = leading(self._store.lookup(wanted))
-        if not run:
+        keys = request.page_keys[gpu_pages : request.restorable_pages(self._cache.page_tokens)]
+        tiers = leading(self._store.lookup(keys))
+        if not tiers:
             return
-        self._attempts[request.request_id] += 1
-        fetch = self._store.fetch(wanted[:run], self._deadline_s)
-        self._fetches += 1
-        deadline = self._clock.monotonic() + self._deadline_s
-        self._waiting[request.request_id] = _Waiting(fetch, gpu_pages, deadline)
-        fetch.add_done_callback(self._wake)
+        expected = self._plan(len(tiers), gpu_pages, tiers)
+        if self.mode == RestoreMode.AUTO and self._outright(expected):
+            return
+        now = self._clock.monotonic()
+        load = Load(request, gpu_pages, tiers, now, now + self._deadline_s)
+        self._loads[request.request_id] = load
+        self._plans[request.request_id] = (expected, now)
+        request.plan = expected
+        self._counts["loads"] += 1
+        size = min(SEGMENT_PAGES_MAX, max(1, len(tiers) // SEGMENTS))
+        # From the tail: the store serves what was asked first, and the head is what is computed.
+        for first in reversed(range(load.first, load.end, size)):
+            self._fetch(load, first, min(first + size, load.end))
 
-    def ready(self, request: Request, gpu_pages: int) -> bool:
-        """True when admission should not wait any longer for this request's fetch."""
-        held = self._waiting.get(request.request_id)
-        if held is not None and gpu_pages < held.first_page:
-            # What the GPU held was evicted meanwhile, so the fetch begins too late: ask anew.
-            self.cancel(request)
-            held = None
-        if held is None:
-            self.begin(request, gpu_pages)
-            held = self._waiting.get(request.request_id)
-        if held is None or held.fetch.done:
-            return True
-        return self._clock.monotonic() >= held.deadline
+    def bind(self, request: Request, gpu_pages: int, pages: PageArray) -> None:
+        """The request is admitted: `pages` is its whole page table, a copy that stays valid.
 
-    def deadline(self) -> float | None:
-        """When the next fetch under way is given up, on the monotonic clock."""
-        pending = [w.deadline for w in self._waiting.values() if not w.fetch.done]
-        return min(pending, default=None)
-
-    def start(self, request: Request, gpu_pages: int, pages: PageArray) -> int:
-        """Copy what has come into `pages`, which follow the request's `gpu_pages` hit.
-
-        Returns how many pages are being restored; they are COPYING until poll() returns the
-        request. 0: nothing to wait for. Ends the request's fetch either way.
+        Its first `gpu_pages` are the tree's. What was planned before is kept where it still
+        fits: pages the GPU has meanwhile are dropped, pages it lost are computed.
         """
-        held = self._waiting.pop(request.request_id, None)
-        self._attempts.pop(request.request_id, None)
-        if held is None:
-            return 0
-        if not held.fetch.done:
-            self._late += 1
-        lease = held.fetch.take(timeout_s=0.0)
-        skip = gpu_pages - held.first_page
-        count = min(len(lease.views) - skip, len(pages)) if skip >= 0 else 0
-        if count <= 0:
-            lease.release()
-            return 0
-        target = pages[:count]
-        self._cache.pool.begin_copy(target)
-        event = self._transfer.scatter(lease.views[skip : skip + count], target.tolist())
-        tiers = lease.tiers[skip : skip + count]
-        self._copying.append(_Copying(request, lease, target, tiers, event))
-        event.add_done_callback(lambda _: self._wake())
-        return count
+        self.begin(request, gpu_pages)
+        load = self._loads.get(request.request_id)
+        if load is None:
+            return
+        load.pages = pages
+        load.lose(load.first, gpu_pages)
+        load.drop_unwanted()
+        expected, _ = self._plans[request.request_id]
+        self._plans[request.request_id] = (expected, self._clock.monotonic())
+        self._pump(load)
 
-    def poll(self) -> list[Request]:
-        """Requests whose copies ended. `computed` and `cached` of each are brought up to date."""
-        ended = [copy for copy in self._copying if copy.event.done]
-        self._copying = [copy for copy in self._copying if not copy.event.done]
-        for copy in ended:
-            copy.lease.release()
-            self._cache.pool.finish_copy(copy.pages, free=False)
-            if copy.event.error is not None:
-                log.warning("restore failed pages=%d error=%s", len(copy.pages), copy.event.error)
-                self._failed += 1
+    def poll(self) -> None:
+        """Take note of what arrived since the last step, and start copies."""
+        self._free_orphans()
+        now = self._clock.monotonic()
+        for load in list(self._loads.values()):
+            if now >= load.deadline_s and not load.over:
+                self._counts["late"] += 1
+                load.give_up()
+            self._pump(load)
+
+    def advance(self, request: Request) -> bool:
+        """Move `computed` over pages that have arrived; True when it moved."""
+        load = self._loads.get(request.request_id)
+        if load is None:
+            return False
+        size = self._cache.page_tokens
+        began = request.computed
+        while request.computed % size == 0:
+            page = request.computed // size
+            if load.at(page) is not PageState.ARRIVED:
+                break
+            request.computed += size
+            if request.retractions == 0:
+                tier = load.tiers[page - load.first]
+                cached = request.cached
+                name = tier.value
+                request.cached = replace(cached, **{name: getattr(cached, name) + size})
+        if load.over and request.computed // size >= load.end:
+            self._close(load)
+        return request.computed > began
+
+    def chunk_end(self, request: Request, budget: int) -> int:
+        """Token up to which to compute in the next pass, at most `budget` from the front on.
+
+        Equal to `request.computed` when the request had better wait for its load.
+        """
+        front = request.computed
+        end = min(request.token_count, front + budget)
+        load = self._loads.get(request.request_id)
+        if load is None:
+            return end
+        size = self._cache.page_tokens
+        page = front // size
+        if page >= load.end:
+            return end
+        assert load.at(page) is not PageState.ARRIVED, "advance() comes first"
+        if load.at(page) is PageState.COPYING:
+            return front
+        gap = load.gap_end(page)
+        end = min(end, gap * size)
+        wanted = load.wanted(page, gap)
+        if not wanted:
+            return end
+        if self.mode == RestoreMode.LOAD:
+            # Up to the first page that may still come.
+            return min(end, max(front, wanted[0] * size))
+        meeting = front + self._meeting(load, front, gap * size - front, wanted)
+        # To the nearest page: what ends inside one is computed or loaded, not both.
+        target = min(end, round(meeting / size) * size)
+        if target <= front:
+            return min(end, max(front, wanted[0] * size))
+        load.lose(page, -(-target // size))
+        load.drop_unwanted()
+        return target
+
+    def detach(self, request: Request) -> PageArray:
+        """End the request's load; returns pages that a copy still writes.
+
+        Those are freed here when the copy ends; the caller frees the others.
+        """
+        load = self._loads.pop(request.request_id, None)
+        self._plans.pop(request.request_id, None)
+        if load is None:
+            return NO_PAGES
+        load.give_up()
+        held = load.copying_pages()
+        for segment in load.under_way:
+            assert load.pages is not None
+            self._orphans.append((segment, load.pages[segment.copied]))
+        return held
+
+    def close(self, timeout_s: float) -> None:
+        """End all loads and wait for the copies under way, each at most `timeout_s`."""
+        for load in list(self._loads.values()):
+            self.detach(load.request)
+        for segment, _ in self._orphans:
+            assert segment.event is not None
+            segment.event.wait(timeout_s)
+        self._free_orphans()
+
+    # --- time ----------------------------------------------------------------------------------
+
+    def recheck_s(self) -> float | None:
+        """Seconds until some load should be looked at again though nothing arrived."""
+        waits = []
+        now = self._clock.monotonic()
+        for load in self._loads.values():
+            if load.over:
                 continue
-            self._restored_pages += len(copy.pages)
-            copy.request.computed += len(copy.pages) * self._cache.page_tokens
-            if copy.request.retractions == 0:
-                copy.request.cached = self._add(copy.request.cached, copy.tiers)
-        return [copy.request for copy in ended]
-
-    def cancel(self, request: Request) -> None:
-        """Give up the fetch of a waiting request, if it has one."""
-        held = self._waiting.pop(request.request_id, None)
-        if held is not None:
-            held.fetch.cancel()
-
-    def forget(self, request: Request) -> None:
-        """The request has ended: cancel, and forget how often it asked."""
-        self.cancel(request)
-        self._attempts.pop(request.request_id, None)
-
-    def close(self, timeout_s: float) -> list[Request]:
-        """Cancel all fetches and wait for the copies under way, at most `timeout_s` each.
-
-        Returns what poll() would.
-        """
-        for held in self._waiting.values():
-            held.fetch.cancel()
-        self._waiting.clear()
-        for copy in self._copying:
-            copy.event.wait(timeout_s)
-        return self.poll()
+            waits.append(load.deadline_s - now)
+            if load.bound:
+                waited = now - load.progress_s
+                expected = LATE_FACTOR * self._segment_s(load)
+                waits.append(max(expected - waited, waited / 4))
+        return max(RECHECK_S_MIN, min(waits)) if waits else None
 
     def stats(self) -> RestoreStats:
         """Counters now."""
         return RestoreStats(
-            fetches=self._fetches,
-            restored_pages=self._restored_pages,
-            late=self._late,
-            failed=self._failed,
-            waiting=len(self._waiting),
-            copying=len(self._copying),
+            loads=self._counts["loads"],
+            restored_pages=self._counts["restored"],
+            recomputed_pages=self._counts["recomputed"],
+            late=self._counts["late"],
+            failed=self._counts["failed"],
+            outright=self._counts["outright"],
+            active=len(self._loads),
+            orphaned_pages=sum(len(pages) for _, pages in self._orphans),
+            expected_s=self._expected_s,
+            taken_s=self._taken_s,
         )
 
-    def _add(self, cached: CachedTokens, tiers: Sequence[TierName]) -> CachedTokens:
-        tokens = Counter(tiers)
-        page = self._cache.page_tokens
-        return CachedTokens(
-            gpu=cached.gpu,
-            host=cached.host + tokens[TierName.HOST] * page,
-            nvme=cached.nvme + tokens[TierName.NVME] * page,
-            remote=cached.remote + tokens[TierName.REMOTE] * page,
+    def check(self) -> None:
+        """Assert the invariants of every load. O(pages)."""
+        for load in self._loads.values():
+            load.check()
+
+    def _plan(self, page_count: int, first: int, tiers: Sequence[TierName]) -> Plan:
+        size = self._cache.page_tokens
+        seconds = self._load_s(tiers) / page_count / size
+        return plan(
+            page_count * size, first * size, self.cost.current, seconds, 0.0, self._chunk_tokens
         )
 
+    def _outright(self, expected: Plan) -> bool:
+        """True when the plan loads nothing; now and then tried all the same."""
+        if expected.load_tokens > 0:
+            self._rejected_in_a_row = 0
+            return False
+        self._rejected_in_a_row += 1
+        if self._rejected_in_a_row % PROBE_EVERY == 0:
+            return False
+        self._counts["outright"] += 1
+        return True
 
-def leading(tiers: Sequence[TierName | None]) -> int:
-    """Length of the leading run that some tier holds."""
-    return next((i for i, tier in enumerate(tiers) if tier is None), len(tiers))
+    def _load_s(self, tiers: Sequence[TierName]) -> float:
+        """Time to load pages from these tiers, alone."""
+        each = self._transfer.page_bytes
+        return sum(self._rate(tier).seconds(each * count) for tier, count in Counter(tiers).items())
+
+    def _rate(self, tier: TierName) -> LoadRate:
+        if tier not in self.rates:
+            known = self._store.stats().mover.read_bytes_per_s.get(tier)
+            self.rates[tier] = LoadRate(known)
+        return self.rates[tier]
+
+    def _sharing(self) -> int:
+        """Loads that share the tiers now."""
+        return max(1, sum(not load.over for load in self._loads.values()))
+
+    def _segment_s(self, load: Load) -> float:
+        """Expected time between two arrivals of this load; 0 when not known."""
+        pending = [each for each in load.under_way if each.done_s is None]
+        if not pending:
+            return 0.0
+        first, end = pending[0].first - load.first, pending[0].end - load.first
+        return self._load_s(load.tiers[first:end]) * self._sharing()
+
+    def _meeting(self, load: Load, front: int, gap_tokens: int, wanted: list[int]) -> float:
+        """Tokens to compute at the front of a gap so that its tail has arrived by then."""
+        tiers = [load.tiers[page - load.first] for page in wanted]
+        per_token = self._load_s(tiers) * self._sharing() / max(1, gap_tokens)
+        waited = self._clock.monotonic() - load.progress_s
+        segment = self._segment_s(load)
+        if segment <= 0:
+            # Nothing is known of the tier but that a segment takes longer than this.
+            pending = sum(each.done_s is None for each in load.under_way)
+            per_token = waited * pending / max(1, gap_tokens)
+            waited = 0.0
+        elif waited > LATE_FACTOR * segment:
+            # As slow as it looks: the segment under way has taken `waited` already.
+            per_token *= waited / segment
+            waited = 0.0
+        return int(meet(gap_tokens, front, self.cost.current, per_token, min(waited, segment)))
+
+    # --- pages on their way --------------------------------------------------------------------
+
+    def _fetch(self, load: Load, first: int, end: int) -> None:
+        """Begin one segment. It goes on by itself: the engine thread may be computing."""
+        fetch = self._store.fetch(load.request.page_keys[first:end], self._deadline_s)
+        segment = Segment(first, end, fetch, self._clock.monotonic())
+        load.under_way.append(segment)
+
+        def ended() -> None:
+            segment.done_s = self._clock.monotonic()
+            self._wake()
+
+        fetch.add_done_callback(ended)
+
+    def _pump(self, load: Load) -> None:
+        """Copy what was fetched and note what was copied."""
+        for segment in list(load.under_way):
+            if segment.event is not None:
+                if segment.event.done:
+                    self._arrived(load, segment)
+            elif segment.done_s is not None and load.bound:
+                self._copy(load, segment)
+
+    def _copy(self, load: Load, segment: Segment) -> None:
+        """Take a fetched segment and start copying the pages of it that are still wanted."""
+        assert load.pages is not None
+        lease = segment.fetch.take(timeout_s=0.0)
+        got = segment.first + len(lease.views)
+        missing = len(load.wanted(got, segment.end))
+        if missing:
+            self._counts["failed"] += missing
+            load.lose(got, segment.end)
+        self._note_rate(segment, lease.tiers)
+        numbers = load.wanted(segment.first, got)
+        if not numbers:
+            lease.release()
+            load.under_way.remove(segment)
+            return
+        segment.lease = lease
+        segment.copied = numbers
+        for number in numbers:
+            load.set(number, PageState.COPYING)
+        target = load.pages[numbers]
+        self._cache.pool.begin_copy(target)
+        views = [lease.views[number - segment.first] for number in numbers]
+        segment.event = self._transfer.scatter(views, target.tolist())
+        segment.event.add_done_callback(lambda _: self._wake())
+
+    def _arrived(self, load: Load, segment: Segment) -> None:
+        """The copy of a segment ended."""
+        assert segment.event is not None
+        assert segment.lease is not None
+        assert load.pages is not None
+        segment.lease.release()
+        self._cache.pool.finish_copy(load.pages[segment.copied], free=False)
+        failed = segment.event.error is not None
+        for number in segment.copied:
+            load.set(number, PageState.LOST if failed else PageState.ARRIVED)
+        self._counts["failed" if failed else "restored"] += len(segment.copied)
+        if failed:
+            log.warning("restore failed pages=%d: %s", len(segment.copied), segment.event.error)
+        load.under_way.remove(segment)
+
+    def _note_rate(self, segment: Segment, tiers: Sequence[TierName]) -> None:
+        """A fetched segment says how fast its tier is, when all of it came from one."""
+        if len(set(tiers)) == 1 and segment.done_s is not None:
+            nbytes = len(tiers) * self._transfer.page_bytes
+            self._rate(tiers[0]).note(nbytes, segment.began_s, segment.done_s)
+
+    def _free_orphans(self) -> None:
+        left = []
+        for segment, pages in self._orphans:
+            assert segment.event is not None
+            assert segment.lease is not None
+            if segment.event.done:
+                segment.lease.release()
+                self._cache.pool.finish_copy(pages, free=True)
+            else:
+                left.append((segment, pages))
+        self._orphans = left
+
+    def _close(self, load: Load) -> None:
+        """The front is past the run: judge the plan."""
+        del self._loads[load.request.request_id]
+        expected, bound_s = self._plans.pop(load.request.request_id)
+        self._expected_s += expected.expected_s
+        self._taken_s += self._clock.monotonic() - bound_s
+        self._counts["recomputed"] += load.state.count(PageState.LOST)
+
+
+def leading(tiers: Sequence[TierName | None]) -> list[TierName]:
+    """The leading run that some tier holds."""
+    run = []
+    for tier in tiers:
+        if tier is None:
+            break
+        run.append(tier)
+    return run

@@ -8,7 +8,7 @@ they left in the cache.
 A request's pages (Request.table), and who may free them:
 
     [0, shared_pages)      the tree; Request.hold protects them
-    [shared_pages, end)    the request, until published or finished; COPYING while RESTORING
+    [shared_pages, end)    the request, until published or finished; COPYING while a load writes
 """
 
 from __future__ import annotations
@@ -120,8 +120,6 @@ class Scheduler:
             match = self._match(request)
             if self._worth_waiting_for(request, match, produced):
                 continue
-            if self._restore is not None and not self._restore.ready(request, match.page_count):
-                continue
             if not self._admit_one(request):
                 break
             produced.update(request.page_keys[match.page_count :])
@@ -147,7 +145,7 @@ class Scheduler:
         """Keys of pages that a running request is computing or restoring now."""
         produced: Counter[PageKey] = Counter()
         for request in self.running:
-            if request.state is not RequestState.DECODE:
+            if request.state is RequestState.PREFILL:
                 produced.update(request.page_keys[request.shared_pages :])
         return produced
 
@@ -187,20 +185,10 @@ class Scheduler:
             request.cached = CachedTokens(gpu=hold.token_count)
         if self._offload is not None and hit_pages:
             self._offload.published(hold, request.page_keys, 0)
-        restoring = 0
-        if self._restore is not None:
-            restoring = self._restore.start(request, hit_pages, pages)
-        request.state = RequestState.RESTORING if restoring else RequestState.PREFILL
-        return True
-
-    def restored(self, request: Request) -> None:
-        """The request's restore has ended; `computed` says how far it got."""
-        assert request.state is RequestState.RESTORING
-        if request.finish_reason is not None:
-            self._release(request)
-            return
-        self._publish(request, copy=False)
         request.state = RequestState.PREFILL
+        if self._restore is not None:
+            self._restore.bind(request, hit_pages, table.pages.copy())
+        return True
 
     # --- batches -------------------------------------------------------------------------------
 
@@ -221,11 +209,20 @@ class Scheduler:
             if budget == 0:
                 break
             if request.state is RequestState.PREFILL:
-                end = min(request.token_count, request.computed + budget)
-                work.append(Work(request, request.computed, end))
-                budget -= end - request.computed
+                end = self._chunk_end(request, budget)
+                if end > request.computed:
+                    work.append(Work(request, request.computed, end))
+                    budget -= end - request.computed
         # A request planned early may have been retracted to make room for a later one.
         return [each for each in work if each.request in self.running]
+
+    def _chunk_end(self, request: Request, budget: int) -> int:
+        """How far a prefill goes in this pass; its front itself when it waits for its load."""
+        if self._restore is None:
+            return min(request.token_count, request.computed + budget)
+        if self._restore.advance(request):
+            self._publish(request, copy=False)
+        return self._restore.chunk_end(request, budget)
 
     def commit(self, work: Sequence[Work], tokens: dict[int, int], eos: frozenset[int]) -> None:
         """Take note of a pass: its KV is in the pool; `tokens` by request id are its choices."""
@@ -258,7 +255,7 @@ class Scheduler:
                 table.append(page)
                 continue
             victim = self._youngest()
-            if victim is None or (victim is request and len(self._holders()) == 1):
+            if victim is request and len(self.running) == 1:
                 # Alone and still no room: the answer ends where the pool ends.
                 self.finish(request, FinishReason.LENGTH)
                 return False
@@ -281,15 +278,10 @@ class Scheduler:
         copying = self._cache.pool.copying_count
         return copying > 0 and count <= self._cache.available_pages + copying
 
-    def _holders(self) -> list[Request]:
-        """Running requests whose pages could be given back now."""
-        return [r for r in self.running if r.state is not RequestState.RESTORING]
-
-    def _youngest(self) -> Request | None:
+    def _youngest(self) -> Request:
         return min(
-            self._holders(),
+            self.running,
             key=lambda r: (r.priority, r.retractions, -r.arrival_s, -r.request_id),
-            default=None,
         )
 
     def _retract(self, request: Request) -> None:
@@ -312,12 +304,9 @@ class Scheduler:
         request.finish_reason = reason
         request.error = error
         request.finished_s = self._clock.monotonic()
-        if self._restore is not None:
-            self._restore.forget(request)
-        if request.state is RequestState.RESTORING:
-            # Its pages are being written: restored() releases them.
-            return
         if request.state is RequestState.QUEUED:
+            if self._restore is not None:
+                self._restore.detach(request)
             self.waiting.remove(request)
             request.state = RequestState.FINISHED
             return
@@ -352,7 +341,11 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Give back everything a running request holds."""
         self.running.remove(request)
-        self._cache.free(request.own_pages)
+        own = request.own_pages
+        if self._restore is not None:
+            # What a copy still writes is freed when the copy ends.
+            own = own[~np.isin(own, self._restore.detach(request))]
+        self._cache.free(own)
         if request.hold is not None:
             self._cache.unlock(request.hold)
         request.hold = None
