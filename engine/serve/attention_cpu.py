@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from tierkv.engine.serve.batch import ForwardBatch, Int32Array, SequenceSpan
 from tierkv.engine.serve.kv_pool import KVPool
@@ -84,7 +85,15 @@ class _Decodes:
             out = torch.cat(
                 [
                     context.attend_row(layer, row)
-                    for context, row in zip(self._contexts, rows.split(1), strict=True)
+                    for context, row in zip(self._contexts, torch.split(rows, 1), strict=True)
+                ]
+            )
+        elif self._parts == 1:
+            # The public operator costs less per call, and there is nothing to merge.
+            out = torch.cat(
+                [
+                    F.scaled_dot_product_attention(row, run.keys[layer], run.values[layer])
+                    for run, row in zip(self._single, torch.split(rows, 1), strict=True)
                 ]
             )
         else:
@@ -207,8 +216,8 @@ def _merge(partials: list[Partial], parts: int) -> torch.Tensor:
     if parts == 1:
         return outs.contiguous()
     sums = torch.cat([total for _, total in partials]) if len(partials) > 1 else partials[0][1]
-    weights = sums.unflatten(0, (-1, parts)).softmax(1).unsqueeze_(-1)
-    return (outs.unflatten(0, (-1, parts)) * weights).sum(1).contiguous()
+    weights = sums.reshape(-1, parts, *sums.shape[1:]).softmax(1).unsqueeze_(-1)
+    return (outs.reshape(-1, parts, *outs.shape[1:]) * weights).sum(1).contiguous()
 
 
 def _join(one: Partial, other: Partial) -> Partial:

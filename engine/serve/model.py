@@ -126,7 +126,7 @@ class DecoderModel:
             hidden += layer.output(plan.attend(index, query, key, value))
             # In blocks, so that the widest intermediates of a long prefill stay in the cache and
             # in memory that the allocator already holds.
-            for block in hidden.split(_MLP_ROWS) if len(hidden) > _MLP_ROWS else (hidden,):
+            for block in torch.split(hidden, _MLP_ROWS) if len(hidden) > _MLP_ROWS else (hidden,):
                 gate, up = layer.gate_up(layer.post_norm(block)).chunk(2, dim=-1)
                 block += layer.down(F.silu(gate).mul_(up))
         rows = torch.from_numpy(batch.logit_rows).to(self.device)

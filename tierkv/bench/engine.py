@@ -14,6 +14,7 @@ otherwise: without it its ratios are left out.
 from __future__ import annotations
 
 import gc
+import importlib
 import statistics
 import sys
 import warnings
@@ -80,8 +81,11 @@ def run(quick: bool, model: Path | None = None) -> BenchReport:
         },
     )
     with torch.inference_mode():
-        _compare(report, "prefill", PREFILL_TOKENS, ours.prefill, peer and peer.prefill, quick)
-        _compare(report, "decode8", BATCH * BATCH_STEPS, ours.decode8, peer and peer.decode8, quick)
+        for name, tokens in (("prefill", PREFILL_TOKENS), ("decode8", BATCH * BATCH_STEPS)):
+            jobs = {"ours": getattr(ours, name)}
+            if peer is not None:
+                jobs["peer"] = getattr(peer, name)
+            _compare(report, name, tokens, jobs, quick)
         del peer
         gc.collect()
         _against_read(report, ours, step_bytes, quick)
@@ -133,11 +137,11 @@ class _Peer:
     """The jobs on transformers, called directly so that generate()'s own work is not counted."""
 
     def __init__(self, folder: Path, config: ModelConfig, prompt: list[int]) -> None:
-        import transformers
+        transformers: Any = importlib.import_module("transformers")
 
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation="sdpa", local_files_only=True
         )
         self._model = self._model.float().eval()
@@ -172,17 +176,11 @@ def _load_peer(folder: Path, config: ModelConfig, prompt: list[int]) -> _Peer | 
 
 
 def _compare(
-    report: BenchReport,
-    name: str,
-    tokens: int,
-    ours: Callable[[], None],
-    peer: Callable[[], None] | None,
-    quick: bool,
+    report: BenchReport, name: str, tokens: int, jobs: Mapping[str, Callable[[], None]], quick: bool
 ) -> None:
-    """Record `name`_tok_s, and the ratio of rates when there is a peer."""
-    actions = {"ours": ours} | ({"peer": peer} if peer is not None else {})
+    """Record `name`_tok_s, and the ratio of rates when there is a peer among `jobs`."""
     rounds = {"prefill": 2 if quick else 7, "decode8": 7 if quick else 25}[name]
-    seconds = {who: statistics.median(taken) for who, taken in samples(actions, rounds).items()}
+    seconds = {who: statistics.median(taken) for who, taken in samples(jobs, rounds).items()}
     report.results[f"{name}_tok_s"] = tokens / seconds["ours"]
     if "peer" in seconds:
         report.results[f"transformers_{name}_tok_s"] = tokens / seconds["peer"]
