@@ -4,7 +4,8 @@ Owns the state of every slot and the order of writes. Files of pages are segment
 nvme_index.py's, the folder nvme_layout.py's. Knows neither the mover nor other tiers. Called by
 storage/store.py and storage/mover.py, from several threads: concurrency is the caller's.
 
-Order of a write: payload and header -> fdatasync -> one index transaction -> visible.
+Order of a write: payload and header -> fdatasync -> one index transaction -> visible. A header
+that could not be complete yet, since the key was not told with the payload, goes out in between.
 Order of a removal: out of lookup -> index delete durable -> slot reusable.
 So no crash shows a torn page, and the header's checksum is the second line.
 
@@ -29,6 +30,7 @@ from tierkv.storage.device import Device, DirectDevice
 from tierkv.storage.errors import TierClosedError, TierError
 from tierkv.storage.slot_header import (
     NO_KEY,
+    STATE_COMMITTED,
     STATE_WRITTEN,
     SlotHeader,
     parse_header,
@@ -63,6 +65,8 @@ class _Staged:
     checksum: bytes
     sync_failures: int
     """How many syncs had failed before it was written: a later failure makes it worthless."""
+    header: SlotHeader
+    """What lies on the device in front of the payload."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class _Entry:
     position: int
     slot: SlotId
     header: SlotHeader
+    header_written: bool
 
 
 @dataclass(slots=True)
@@ -186,9 +191,9 @@ class NvmeTier(Tier):
         try:
             if not known and self.checksums:
                 known = payload_checksum(source)
-            header = SlotHeader(NO_KEY, self.page_bytes, known, 0, state=STATE_WRITTEN)
+            header = self._first_header(known, key, owner)
             self._segments.write(slot, header.pack(), source)
-            staged = _Staged(known, failures)
+            staged = _Staged(known, failures, header)
         except TierError as error:
             with self._lock:
                 self._table.counters.io_errors += 1
@@ -199,6 +204,20 @@ class NvmeTier(Tier):
             with self._lock:
                 self._staged[slot] = staged
                 self._leave_locked()
+
+    def _first_header(self, checksum: bytes, key: PageKey | None, owner: int) -> SlotHeader:
+        """The header that goes out with a payload: complete when the key is known already.
+
+        Complete headers without a checksum are not made: if the index were lost before the
+        commit, nothing could tell a payload that was cut short.
+        """
+        if key is None or not checksum:
+            return SlotHeader(NO_KEY, self.page_bytes, checksum, 0, state=STATE_WRITTEN)
+        check_keys([key], 1)
+        check_owners(owner, 1)
+        with self._lock:
+            tick = self._table.next_tick()
+        return SlotHeader(key, self.page_bytes, checksum, tick, last_use=tick, owner=owner)
 
     def _leave_locked(self) -> None:
         """A transfer ended; close() waits for the last."""
@@ -247,27 +266,29 @@ class NvmeTier(Tier):
                 self._table.counters.rejected += 1
                 self._table.quarantine(slot)
             else:
-                tick = self._table.next_tick()
-                header = SlotHeader(
-                    key,
-                    self.page_bytes,
-                    staged.checksum,
-                    tick,
-                    last_use=tick,
-                    owner=owners[position],
-                )
-                batch.entries.append(_Entry(position, slot, header))
+                batch.entries.append(self._entry(position, slot, staged, key, owners[position]))
                 fresh.add(key)
         for slot in reservation.slots[len(keys) :]:
             self._give_back(slot)
         return batch
+
+    def _entry(
+        self, position: int, slot: SlotId, staged: _Staged, key: PageKey, owner: int
+    ) -> _Entry:
+        header = staged.header
+        if header.key == key and header.owner == owner and header.state == STATE_COMMITTED:
+            return _Entry(position, slot, header, header_written=True)
+        tick = self._table.next_tick()
+        header = SlotHeader(key, self.page_bytes, staged.checksum, tick, last_use=tick, owner=owner)
+        return _Entry(position, slot, header, header_written=False)
 
     def _publish(self, batch: _Batch) -> None:
         """Headers, fdatasync, index, table. Holds `_publish_lock`."""
         slots = [entry.slot for entry in batch.entries]
         try:
             for entry in batch.entries:
-                self._segments.write_header(entry.slot, entry.header.pack())
+                if not entry.header_written:
+                    self._segments.write_header(entry.slot, entry.header.pack())
         except TierError as error:
             self._fail(batch, error, suspect=[False] * len(slots))
             return
@@ -287,6 +308,8 @@ class NvmeTier(Tier):
                 self._table.publish(
                     entry.slot, header.key, header.checksum, header.generation, header.owner
                 )
+                # Its generation may date from the write; as a use it is the newest.
+                self._table.touch(entry.slot)
                 batch.outcomes[entry.position] = CommitOutcome.COMMITTED
             self._health.succeed()
             self._recency.mark(slots)

@@ -19,6 +19,8 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.storage.checksum import payload_checksum
+from tierkv.storage.device import aligned_buffer
 from tierkv.storage.errors import TierError, TierFullError, TierIOError
 from tierkv.storage.slot_header import FLAG_CHECKSUM, STATE_COMMITTED, SlotHeader, parse_header
 from tierkv.storage.tiers.segments import SegmentFiles
@@ -174,10 +176,11 @@ def rebuild_index(folder: Path, limit_bytes: int, segments: SegmentFiles) -> Nvm
     """Replace a lost or damaged index by one made from the slot headers alone.
 
     Headers are verified here, payloads at their first read: a page whose write was cut short is
-    found corrupt then. Pages evicted lately may come back; they are as good as when they left.
-    Of two slots under one key the younger wins. O(slots), one 4 KiB read each.
+    found corrupt then. Pages evicted lately, or written and never committed, may come back; their
+    checksums say that they are whole. Of several slots under one key the youngest whose payload
+    verifies wins. O(slots), one 4 KiB read each, and every page that is there twice.
     """
-    best: dict[PageKey, tuple[int, SlotHeader]] = {}
+    claims: dict[PageKey, list[tuple[int, SlotHeader]]] = {}
     for slot in range(segments.slot_count):
         try:
             header = parse_header(segments.read_header(slot))
@@ -189,9 +192,9 @@ def rebuild_index(folder: Path, limit_bytes: int, segments: SegmentFiles) -> Nvm
         if header.payload_bytes != segments.page_bytes or not header.checksum:
             # Without a digest nothing could tell a whole payload from a torn one.
             continue
-        rival = best.get(header.key)
-        if rival is None or rival[1].generation < header.generation:
-            best[header.key] = (slot, header)
+        claims.setdefault(header.key, []).append((slot, header))
+    best = {key: _youngest_whole(claim, segments) for key, claim in claims.items()}
+    puts = [(key, pack_entry(found[1], found[0])) for key, found in best.items() if found]
     # Built beside the old one: dying half way must not leave an index that is valid but empty.
     fresh = folder.with_name(folder.name + ".new")
     if fresh.exists():
@@ -199,11 +202,29 @@ def rebuild_index(folder: Path, limit_bytes: int, segments: SegmentFiles) -> Nvm
     fresh.mkdir(mode=0o700)
     index = NvmeIndex(fresh, limit_bytes)
     try:
-        index.apply([], [(key, pack_entry(header, slot)) for key, (slot, header) in best.items()])
+        index.apply([], puts)
     finally:
         index.close()
     if folder.exists():
         shutil.rmtree(folder)
     fresh.replace(folder)
-    log.warning("rebuild_index folder=%s pages=%d", folder, len(best))
+    log.warning("rebuild_index folder=%s pages=%d", folder, len(puts))
     return NvmeIndex(folder, limit_bytes)
+
+
+def _youngest_whole(
+    claim: list[tuple[int, SlotHeader]], segments: SegmentFiles
+) -> tuple[int, SlotHeader] | None:
+    """Which of the slots under one key to believe; a single one is believed unread."""
+    if len(claim) == 1:
+        return claim[0]
+    payload = aligned_buffer(segments.page_bytes)
+    for slot, header in sorted(claim, key=lambda held: held[1].generation, reverse=True):
+        try:
+            segments.read(slot, payload)
+        except TierError as error:
+            log.warning("rebuild_index slot=%d unreadable reason=%s", slot, error)
+            continue
+        if payload_checksum(payload) == header.checksum:
+            return slot, header
+    return None

@@ -45,9 +45,10 @@ def test_w7_c4_a_power_loss_at_every_point_leaves_what_fsck_accepts_or_repairs(
             raise AssertionError(f"point {points} {name} mode={mode} seed={seed}") from error
         shutil.rmtree(scratch)
 
-    workload = Workload(tmp_path / "nvme", cut)
+    # Keys told at the write: headers are complete before anything was committed.
+    workload = Workload(tmp_path / "nvme", cut, keys_told=True)
     workload.script()
-    assert points > 60, f"only {points} points met"
+    assert points > 40, f"only {points} points met"
 
 
 def _check_twice(root: Path, certain: set[int], whole_index: bool) -> None:

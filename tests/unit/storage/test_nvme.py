@@ -161,6 +161,59 @@ def test_w7_two_keys_on_one_slot_never_serve_the_wrong_page(tmp_path: Path) -> N
     tier.close()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_a_key_told_with_the_page_saves_the_second_header(tmp_path: Path, told: bool) -> None:
+    device = FaultDevice()
+    tier = open_nvme(tmp_path, device=device)
+    put(tier, [9])
+    before = device.operations["write"]
+    with tier.reserve(2) as reservation:
+        for index in range(2):
+            key = page_key(index) if told else None
+            tier.write(reservation, index, page_bytes_of(index), key=key, owner=3)
+        assert device.operations["write"] == before + 2
+        tier.commit(reservation, [page_key(0), page_key(1)], 3)
+    # One more is the block of the order of use.
+    assert device.operations["write"] == before + 2 + 1 + (0 if told else 2)
+    assert get(tier, 0) == page_bytes_of(0)
+    tier.close()
+
+
+def test_a_page_written_early_and_committed_late_is_the_hottest(tmp_path: Path) -> None:
+    tier = open_nvme(tmp_path)
+    with tier.reserve(1) as reservation:
+        tier.write(reservation, 0, page_bytes_of(1), key=page_key(1))
+        put(tier, [2, 3])
+        assert tier.victims(1) == [page_key(2)]
+        tier.commit(reservation, [page_key(1)])
+    tier.check()
+    assert tier.victims(9) == [page_key(n) for n in (2, 3, 1)]
+    tier.close()
+    again = open_nvme(tmp_path)
+    assert again.victims(9) == [page_key(n) for n in (2, 3, 1)]
+    again.close()
+
+
+def test_w7_a_rebuild_believes_the_youngest_whole_copy(tmp_path: Path) -> None:
+    """A writer lost the race for a key, its slot's payload is torn, and then the index is lost."""
+    tier = open_nvme(tmp_path)
+    put(tier, [1])
+    with tier.reserve(1) as reservation:
+        slot = reservation.slots[0]
+        tier.write(reservation, 0, page_bytes_of(1), key=page_key(1))
+        assert tier.commit(reservation, [page_key(1)]) == [CommitOutcome.EXISTS]
+    tier.close()
+    torn = class_folder(tmp_path) / "segment-00000.slots"
+    with torn.open("r+b") as file:
+        file.seek(slot * slot_bytes_for(PAGE_BYTES) + HEADER_BYTES)
+        file.write(b"torn")
+    (class_folder(tmp_path) / "index" / "data.mdb").unlink()
+    again = open_nvme(tmp_path)
+    assert get(again, 1) == page_bytes_of(1)
+    again.check()
+    again.close()
+
+
 @pytest.mark.parametrize("index_lost", [False, True])
 def test_r2_owners_are_recovered_from_the_index_or_the_headers(
     tmp_path: Path, index_lost: bool
