@@ -10,7 +10,7 @@ Called by engines through PageStore; made by client.client.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -155,8 +155,19 @@ def no_pages() -> ClientLease:
     return ClientLease([], [], [], [], [])
 
 
+class LeaseLink(Protocol):
+    """The connection that a lease ends with."""
+
+    leases: set[int]
+
+    @property
+    def lost(self) -> str | None: ...
+
+    def post(self, verb: Verb, fields: Mapping[str, object]) -> None: ...
+
+
 def mapped_lease(
-    link: Link,
+    link: LeaseLink,
     mapping: ArenaMapping,
     keys: Sequence[PageKey],
     answer: LeaseAnswer,

@@ -261,6 +261,9 @@ class Link:
             if self._lost is not None:
                 return
             self._lost = reason
+        # First, so that whoever is told of the loss does not find this link again.
+        self._on_lost()
+        with self._lock:
             ended = list(self._pending.values())
             self._pending.clear()
             for pending in ended:
@@ -272,7 +275,6 @@ class Link:
         # more, which is what is wanted.
         with contextlib.suppress(OSError):
             self._out.shutdown(socket.SHUT_RDWR)
-        self._on_lost()
         for pending in ended:
             if pending.on_done is not None:
                 pending.on_done(pending)
