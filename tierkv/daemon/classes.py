@@ -1,8 +1,8 @@
 """The page sizes a daemon serves, and the budgets they share.
 
-Owns every PageClass: opens one at the first hello that names its size, and all that are known at
-a start. Knows no sessions. Called by tierkv.daemon.greeting, the server and the background work,
-on the loop's thread; stores are opened and closed in worker threads.
+Owns every PageClass: opened at the first hello that names its size, or at a start. Knows no
+sessions. Called by tierkv.daemon.service, the verbs and the upkeep, on the loop's thread; stores
+are opened and closed in worker threads.
 
 Invariant: the classes' host and nvme shares add up to at most the configured budgets.
 """
@@ -18,7 +18,7 @@ from tierkv.daemon.layout import Layout
 from tierkv.daemon.page_class import PageClass, StoreOpener, retire_arena, store_config
 from tierkv.daemon.settings import DaemonConfig
 from tierkv.daemon.workers import Workers
-from tierkv.storage.errors import CapacityError, TierKVError
+from tierkv.storage.errors import CapacityError
 from tierkv.storage.store import StoreConfig
 
 log = logging.getLogger(__name__)
@@ -63,14 +63,6 @@ class PageClasses:
             opening.add_done_callback(lambda _: self._opening.pop(page_bytes))
         # Several clients may wait for it: one that goes away does not end it for the others.
         return await asyncio.shield(opening)
-
-    async def reopen(self, page_sizes: list[int]) -> None:
-        """Open what a former daemon left, so that the first hello finds it warm."""
-        for page_bytes in page_sizes:
-            try:
-                await self.open(page_bytes)
-            except TierKVError as error:
-                log.warning("reopen page_bytes=%d skipped=yes error=%s", page_bytes, error)
 
     async def close(self, timeout_s: float) -> None:
         """Close every store; what is stuck in I/O past the bound is left behind."""

@@ -164,7 +164,7 @@ class Connection(asyncio.Protocol):
         self._pump()
 
     def _serve(self, frame: Frame) -> None:
-        started = self._loop.time()
+        started = self._service.clock.monotonic()
         try:
             if self._refusal is not None:
                 raise self._refusal
@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
         # A client chooses the name: only known ones may make an entry.
         verb = frame.name if frame.name in _VERBS else "other"
         counts.answered[verb, code] += 1
-        counts.seconds[verb] += self._loop.time() - started
+        counts.seconds[verb] += self._service.clock.monotonic() - started
 
     def _flush_soon(self) -> None:
         if not self._flush_due:

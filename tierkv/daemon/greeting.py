@@ -6,7 +6,6 @@ session and the arena. Called by tierkv.daemon.connection, once a connection.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from tierkv.daemon.namespaces import Namespace
@@ -39,14 +38,11 @@ async def greet(service: Service, peer: Peer, hello: Hello) -> Session:
             "cannot share memory; use mode stream",
         )
     fingerprint = from_json(hello.fingerprint) if hello.fingerprint else None
-    pages = await service.classes.open(hello.page_bytes)
+    pages = await service.open_class(hello.page_bytes)
     known: Namespace | None = None
     if fingerprint is not None:
         tenant = hello.tenant or fingerprint.tenant
-        known = await service.waiters.submit(
-            partial(service.namespaces.register, fingerprint, tenant, hello.page_bytes)
-        )
-        service.apply_quota(pages, known)
+        known = await service.register(pages, fingerprint, tenant)
     return _session(service, peer, hello, mode, known, pages)
 
 

@@ -20,11 +20,13 @@ from pathlib import Path
 
 from tierkv.daemon.classes import PageClasses
 from tierkv.daemon.connection import Connection
+from tierkv.daemon.http import HttpServer
 from tierkv.daemon.layout import InstanceLock, Layout, sweep
 from tierkv.daemon.namespaces import NamespaceRegistry
 from tierkv.daemon.page_class import StoreOpener
 from tierkv.daemon.service import Service
 from tierkv.daemon.settings import DaemonConfig
+from tierkv.daemon.upkeep import Upkeep
 from tierkv.daemon.verbs import flush_classes
 from tierkv.daemon.workers import Workers
 from tierkv.storage.errors import ConfigError, DirectoryInUseError, TierKVError
@@ -48,6 +50,12 @@ class Daemon:
         self._lock: InstanceLock | None = None
         self._server: asyncio.AbstractServer | None = None
         self._service: Service | None = None
+        self._http: HttpServer | None = None
+
+    @property
+    def http_port(self) -> int:
+        """The port HTTP listens on; 0 without HTTP."""
+        return 0 if self._http is None else self._http.port
 
     @property
     def service(self) -> Service:
@@ -70,8 +78,14 @@ class Daemon:
             waiters = Workers(self.config.workers, loop, "waits")
             classes = PageClasses(self.config, self.layout, waiters, self._open_store)
             self._service = Service(self.config, loop, classes, namespaces, workers, waiters)
-            await classes.reopen(self._known_classes(namespaces))
+            await self._service.reopen(self._known_classes(namespaces))
+            upkeep = Upkeep(self._service)
+            self._service.upkeep = upkeep
+            if self.config.http_host is not None:
+                self._http = HttpServer(self._service, upkeep)
+                await self._http.start()
             self._server = await self._listen(loop)
+            upkeep.start()
         except BaseException:
             await self._close_parts(self.config.stop_s)
             raise
@@ -86,6 +100,8 @@ class Daemon:
             # Not wait_closed(): it waits for connections, which end below.
             self._server.close()
         durable = True
+        if service.upkeep is not None:
+            await service.upkeep.stop()
         try:
             # A quarter of the time is for closing.
             wait_s = self.config.stop_s * 0.75
@@ -140,6 +156,9 @@ class Daemon:
         self.layout.socket_path.unlink(missing_ok=True)
 
     async def _close_parts(self, timeout_s: float) -> None:
+        if self._http is not None:
+            await self._http.stop()
+            self._http = None
         if self._service is not None:
             service = self._service
             service.timer.close()

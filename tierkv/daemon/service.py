@@ -7,22 +7,31 @@ Called by the connections, the verbs, HTTP and the background work, on the loop'
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tierkv.daemon.classes import PageClasses
 from tierkv.daemon.namespaces import Namespace, NamespaceRegistry
 from tierkv.daemon.page_class import PageClass
 from tierkv.daemon.peers import Quarantine
+from tierkv.daemon.quotas import apply_rules
 from tierkv.daemon.session import HoldTimer, Session
 from tierkv.daemon.settings import DaemonConfig
 from tierkv.daemon.workers import Workers
 from tierkv.protocol.messages import BOOT_TOKEN_BYTES
+from tierkv.storage.clock import SystemClock
+from tierkv.storage.errors import TierKVError
+from tierkv.storage.identity import Fingerprint, namespace
 
 if TYPE_CHECKING:
     from tierkv.daemon.connection import Connection
+    from tierkv.daemon.upkeep import Upkeep
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -58,6 +67,7 @@ class Service:
         """For what reads or copies payloads: it ends soon."""
         self.waiters = waiters
         """For what waits for disks: flush, drop, opening."""
+        self.clock = SystemClock()
         self.timer = HoldTimer(loop)
         self.quarantine = Quarantine(loop)
         self.boot_token = os.urandom(BOOT_TOKEN_BYTES)
@@ -67,15 +77,48 @@ class Service:
         self.tasks: set[asyncio.Task[None]] = set()
         """Requests at work: the loop itself keeps only weak references."""
         self.connected = 0
+        self.upkeep: Upkeep | None = None
         self.closing = False
         """Once true, requests that start something are answered with CLOSING."""
 
-    def apply_quota(self, pages: PageClass, known: Namespace) -> None:
-        """Give a namespace the bounds that the configuration has for it."""
+    async def open_class(self, page_bytes: int) -> PageClass:
+        """The class of a page size, its quotas in force. Raises what PageClasses.open raises."""
+        known = self.classes.get(page_bytes)
+        if known is not None:
+            return known
+        pages = await self.classes.open(page_bytes)
+        self.namespaces.skip_past(pages.store.owners())
+        await self.apply_quotas(pages)
+        return pages
+
+    async def reopen(self, page_sizes: list[int]) -> None:
+        """Open what a former daemon left, so that the first hello finds it warm."""
+        for page_bytes in page_sizes:
+            try:
+                await self.open_class(page_bytes)
+            except TierKVError as error:
+                log.warning("reopen page_bytes=%d skipped=yes error=%s", page_bytes, error)
+
+    async def register(self, pages: PageClass, fingerprint: Fingerprint, tenant: str) -> Namespace:
+        """The namespace of a fingerprint; a new one is made durable and gets its quota."""
+        known = self.namespaces.find(namespace(fingerprint))
+        if known is not None and known.page_bytes == pages.page_bytes:
+            return known
+        known = await self.waiters.submit(
+            partial(self.namespaces.register, fingerprint, tenant, pages.page_bytes)
+        )
+        await self.apply_quotas(pages)
+        return known
+
+    async def apply_quotas(self, pages: PageClass) -> None:
+        """Bound the namespaces of a page class as configured."""
+        if self.config.quotas:
+            known = [each for each in self.namespaces.all() if each.page_bytes == pages.page_bytes]
+            await self.waiters.submit(partial(apply_rules, self.config, pages, known))
 
     def background_fields(self) -> dict[str, Any]:
-        """What the background work says of itself."""
-        return {}
+        """What the background work says of itself; nothing before it begins."""
+        return {} if self.upkeep is None else self.upkeep.fields()
 
     def check(self) -> None:
         """Assert the invariants of every part. Expensive."""
