@@ -20,9 +20,15 @@ from tierkv.cli import config_command, daemon
 from tierkv.cli.bench import bench
 from tierkv.cli.console import configure_logging, write_json, write_line, write_note
 from tierkv.cli.demo import demo
+from tierkv.cli.drain import drain
+from tierkv.cli.drop import drop
+from tierkv.cli.explain import explain
+from tierkv.cli.fsck import fsck
 from tierkv.cli.generate import generate
+from tierkv.cli.ls import ls
 from tierkv.cli.serve import serve
 from tierkv.cli.stat import stat
+from tierkv.cli.top import top
 from tierkv.storage.errors import ConfigError, TierKVError
 
 EXIT_FAILED = 1
@@ -86,6 +92,8 @@ app.command()(bench)
 engine_app.command()(serve)
 app.add_typer(engine_app, name="engine")
 app.command()(daemon.serve)
+for command in (top, ls, drop, drain, fsck, explain):
+    app.command()(command)
 config_app.command()(config_command.show)
 config_app.command()(config_command.check)
 app.add_typer(config_app, name="config")

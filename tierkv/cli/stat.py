@@ -1,4 +1,4 @@
-"""`tierkv stat`: what is in each tier, of a running engine or of cache files nobody has open."""
+"""`tierkv stat`: what is in each tier, of a running engine or daemon or of closed cache files."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ def stat(
         str | None,
         typer.Option("--api-key", envvar="TIERKV_API_KEY", help="That engine's bearer token."),
     ] = None,
+    socket: Annotated[
+        Path | None, typer.Option("--socket", help="Unix socket of a running daemon.")
+    ] = None,
     host_arena: Annotated[
         Path | None, typer.Option("--host-arena", help="Arena file of a stopped engine.")
     ] = None,
@@ -65,13 +68,16 @@ def stat(
     as_json: shared.JsonOption = False,
 ) -> int:
     """Show pages, bytes, hits and state of every tier."""
-    if (url is None) == (host_arena is None and nvme_dir is None):
+    sources = (url is not None, socket is not None, host_arena is not None or nvme_dir is not None)
+    if sum(sources) != 1:
         raise ConfigError(
-            "stat: expected either --url of a running engine, or --host-arena or --nvme-dir of a "
-            "stopped one"
+            "stat: expected either --url of a running engine, --socket of a running daemon, or "
+            "--host-arena or --nvme-dir of a stopped one"
         )
     if url is not None:
         _stat_running(url, api_key, as_json)
+    elif socket is not None:
+        _stat_daemon(socket, as_json)
     else:
         _stat_files(host_arena, nvme_dir, as_json)
     return 0
@@ -104,6 +110,22 @@ def _stat_running(url: str, api_key: str | None, as_json: bool) -> None:
         "ok",
     )
     _show(table, tiers)
+
+
+def _stat_daemon(socket: Path, as_json: bool) -> None:
+    from tierkv.cli.operator import DaemonSocket
+    from tierkv.protocol.stats import class_stats
+
+    with DaemonSocket(socket) as daemon:
+        status = daemon.stats()
+    tiers: list[TierStats] = []
+    for each in status.get("classes", ()):
+        found = class_stats(status, each.get("page_bytes", 0))
+        tiers += [] if found is None else found.tiers
+    if as_json:
+        write_json({"source": str(socket), "tiers": _tiers_json(tiers), "daemon": status})
+    else:
+        _show(_tier_table(f"daemon at {socket}"), tiers)
 
 
 def _stat_files(host_arena: Path | None, nvme_dir: Path | None, as_json: bool) -> None:
