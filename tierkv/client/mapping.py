@@ -33,7 +33,7 @@ class ArenaMapping:
         self.arena = arena
         self.file = (found.st_dev, found.st_ino)
         """Which file this is: the same one need not be mapped twice."""
-        self._memory = mmap.mmap(fd, arena.total_bytes, mmap.MAP_SHARED)
+        self._memory = _map(fd, arena.total_bytes)
         self._view = memoryview(self._memory)
 
     def populate(self) -> None:
@@ -57,3 +57,20 @@ class ArenaMapping:
     def readable(self, slot: int) -> memoryview:
         """As writable(), but read-only."""
         return self.writable(slot).toreadonly()
+
+
+def _map(fd: int, length: int) -> mmap.mmap:
+    """Map `fd` without keeping its open file description alive, where that can be done.
+
+    The daemon locks its arena, and a lock lives as long as any copy of the descriptor: the one
+    that a mapping keeps would lock out the daemon's successor. Opened anew, it has no lock.
+    """
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        # No /proc, or a file that only its descriptor opens to us.
+        return mmap.mmap(fd, length, mmap.MAP_SHARED)
+    try:
+        return mmap.mmap(own, length, mmap.MAP_SHARED)
+    finally:
+        os.close(own)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import threading
 from collections.abc import Sequence
 
@@ -376,6 +378,19 @@ def test_lookups_longer_than_one_request_are_split(daemon: FakeDaemon, connect: 
     assert len(found) == len(many)
     assert found[:3] == [TierName.HOST, TierName.HOST, None]
     assert daemon.count(Verb.LOOKUP) == 3
+
+
+def test_r3_a_client_does_not_keep_the_arenas_lock(daemon: FakeDaemon, connect: Connect) -> None:
+    fcntl.flock(daemon.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    path = f"/proc/self/fd/{daemon.fd}"
+    client = connect()
+    successor = os.open(path, os.O_RDWR)
+    # The daemon's own descriptor goes; the client's mapping stays.
+    old, daemon.fd = daemon.fd, os.memfd_create("next", os.MFD_CLOEXEC)
+    os.close(old)
+    fcntl.flock(successor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(successor)
+    assert client.connected
 
 
 @pytest.mark.parametrize("name", ["call_s", "hold_s", "breaker_failures"])
