@@ -11,6 +11,10 @@ from tierkv.cli.daemon_settings import (
     load_configuration,
     with_key_flags,
 )
+from tierkv.storage.errors import ConfigError
+
+DAEMON_PACKAGES = frozenset(("aiohttp", "prometheus_client", "sdnotify", "uvloop"))
+"""What the extra `daemon` installs."""
 
 
 @with_key_flags
@@ -19,6 +23,13 @@ def serve(config: ConfigOption = None, assignments: SetOption = None, **flags: A
     settings = load_configuration(config, assignments, flags).settings()
     daemon = daemon_config(settings)
 
-    from tierkv.daemon.run import run_daemon
+    try:
+        from tierkv.daemon.run import run_daemon
+    except ModuleNotFoundError as error:
+        if error.name not in DAEMON_PACKAGES:
+            raise
+        raise ConfigError(
+            f"serve: package {error.name} is not installed; run: pip install 'tierkv[daemon]'"
+        ) from None
 
     return run_daemon(daemon)

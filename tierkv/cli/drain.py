@@ -13,7 +13,7 @@ from tierkv.cli.operator import TIMEOUT_S, DaemonSocket, SocketOption, endpoint,
 from tierkv.config.kinds import parse_duration
 from tierkv.storage.errors import ConfigError
 
-DRAIN_PATH = "/drain"
+DRAIN_PATH = "/admin/drain"
 
 
 def drain(

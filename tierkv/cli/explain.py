@@ -11,6 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -283,13 +284,21 @@ def _show_hit(found: Explanation) -> None:
         f"first missing page: number {found.hit_pages}, tokens {found.hit_tokens} to {end - 1}"
     )
     for each in found.evictions or ():
-        write_line(f"  left {each.get('tier')} {each.get('reason')} at {each.get('wall_s')}")
+        write_line(
+            f"  left {each.get('tier')} at {_moment(each.get('wall_s'))}: {each.get('reason')}"
+        )
     if found.evictions_unknown is not None:
         write_line(f"  whether it was evicted is not known: {found.evictions_unknown}")
     elif not found.evictions:
         write_line("  never committed, or evicted longer ago than the daemon remembers")
     if found.stranded_pages:
         write_line(f"  {found.stranded_pages:,} pages after it are there, of no use without it")
+
+
+def _moment(wall_s: object) -> str:
+    if not isinstance(wall_s, (int, float)):
+        return "an unknown time"
+    return datetime.fromtimestamp(wall_s).astimezone().isoformat(" ", "seconds")
 
 
 def _show_against(against: dict[str, int | None]) -> None:

@@ -224,7 +224,8 @@ def http_json(
 ) -> Any:
     """The JSON of GET `path`, or of POST with a body; None for 404.
 
-    Raises ConfigError when HTTP or its token is missing, TierIOError when nobody answers.
+    Raises ConfigError when HTTP or its token is missing, RequestError when the daemon refuses,
+    TierIOError when nobody answers.
     """
     if where.url is None:
         raise ConfigError(f"{path}: needs the daemon's HTTP; set http.bind and a fixed http.port")
@@ -239,8 +240,12 @@ def http_json(
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None
-        hint = "set http.token or TIERKV_HTTP_TOKEN" if error.code in (401, 403) else "see its log"
-        raise ConfigError(f"{where.url}{path}: status {error.code}; {hint}") from None
+        if error.code in (401, 403):
+            hint = "set http.token or TIERKV_HTTP_TOKEN to the same value for both"
+            raise ConfigError(f"{where.url}{path}: admin call refused; {hint}") from None
+        raise RequestError(
+            f"{where.url}{path}: status {error.code}; see the daemon's log"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{where.url}{path}: {error}; is this a TierKV daemon?") from None
     except OSError as error:
