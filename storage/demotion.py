@@ -34,6 +34,9 @@ from tierkv.storage.write_budget import WriteBudget
 SCAN_EXTRA_PAGES = 32
 """How many victims beyond the need are looked at for one that can go at once."""
 
+OWED_TRIES = 8
+"""Pages owed a copy that are tried when one copy ends."""
+
 DEGRADED_RETRY_S = 1.0
 """One page in this time is offered to a degraded nvme; it decides itself when it tries again."""
 
@@ -147,7 +150,10 @@ class Demoter:
         if self._rules.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hot:
             self._queue_absent(hot)
         elif self._owed:
-            self._queue_absent([key for key in keys if key in self._owed])
+            owed = [key for key in keys if key in self._owed]
+            for key in owed:
+                self._owed.pop(key, None)
+            self._queue_absent(owed)
 
     def handed_out_locked(
         self, keys: Sequence[PageKey], owners: Sequence[int], tiers: Sequence[TierName]
@@ -209,7 +215,6 @@ class Demoter:
 
         `counted`: a refusal is final for this page, so it counts.
         """
-        self._owed.pop(key, None)
         if not lower.may_write():
             self.skipped += counted
             return self._owe(key)
@@ -252,13 +257,21 @@ class Demoter:
         with self._lock:
             if self._rules.policy is WritePolicy.WRITE_BACK and self._host.lookup([job.key])[0]:
                 self._note_clean(job.key)
-            if self._owed:
-                # Room in the queue: the page that waits longest for a copy gets its chance.
-                self._queue_absent([next(iter(self._owed))])
+            self._pay_owed()
         if budget is not None:
             budget.save_if_due()
         if self._on_durable is not None:
             self._on_durable(job.key)
+
+    def _pay_owed(self) -> None:
+        """There is room in the queue again: those that wait longest for a copy get their chance."""
+        for _ in range(OWED_TRIES):
+            if not self._owed:
+                return
+            key, _ = self._owed.popitem(last=False)
+            self._queue_absent([key])
+            if key in self._owed:
+                return
 
     def _note_clean(self, key: PageKey) -> None:
         """Note that a page can go at once. These go first anyway, so they make way among the

@@ -155,6 +155,7 @@ class Mover:
         self._promotes: deque[Job] = deque()
         self._preloads: deque[Job] = deque()
         self._demote_jobs: dict[PageKey, Job] = {}
+        self._promote_jobs: set[Job] = set()
         self._running = 0
         self._accepted = 0
         self._dropped = 0
@@ -221,6 +222,7 @@ class Mover:
                 return Refusal.QUEUE_FULL
             job = Job(key, deadline, source, target, background)
             self._attach(job, on_end)
+            self._promote_jobs.add(job)
             self._accept(job, queue)
             return job
 
@@ -255,6 +257,12 @@ class Mover:
         """The demotions that have not ended."""
         with self._changed:
             return list(self._demote_jobs.values())
+
+    def jobs_of(self, owner: int) -> list[Job]:
+        """Copies of one owner's pages, in either direction, that have not ended. O(jobs)."""
+        with self._changed:
+            jobs = [*self._demote_jobs.values(), *self._promote_jobs]
+        return [job for job in jobs if job.owner == owner]
 
     @property
     def demoting_count(self) -> int:
@@ -327,7 +335,10 @@ class Mover:
             for job in [*self._promotes, *self._preloads]:
                 assert job.state is JobState.QUEUED and job.target is not None, job.state
                 assert job.source.open and job.target.open, "a queued promotion lost its slots"
-            assert not any(job.ended for job in self._demote_jobs.values()), "ended job indexed"
+            jobs = [*self._demote_jobs.values(), *self._promote_jobs]
+            assert not any(job.ended for job in jobs), "ended job indexed"
+            # A job leaves these shortly before it is counted as ended.
+            assert len(jobs) <= queued + self._running, (len(jobs), queued, self._running)
 
     def close(self, timeout_s: float) -> bool:
         """Cancel what is queued and stop the workers; False when one is still stuck in I/O.
@@ -375,16 +386,20 @@ class Mover:
         self._running += 1
 
     def _end(self, job: Job, state: JobState) -> None:
-        """Give back what the job holds, tell its callbacks, then count it: in that order, so
-        that whoever sees no job left also sees nothing held and nothing left to be told."""
+        """Give back what the job holds and its place in the queue, tell its callbacks, then count
+        it: in that order, so that callbacks find room, and whoever sees no job left also sees
+        nothing held and nothing left to be told."""
         job.source.release()
         if job.target is not None:
             job.target.release()
-        job.state = state
-        job.future.set_result(job)
         with self._changed:
             if job.target is None:
                 del self._demote_jobs[job.key]
+            else:
+                self._promote_jobs.remove(job)
+        job.state = state
+        job.future.set_result(job)
+        with self._changed:
             self._running -= 1
             self._ended[state] += 1
             job.ended = True

@@ -89,7 +89,7 @@ class Owners:
             if self._lower is None:
                 break
             mover = self._lower.mover
-            jobs = [job for job in mover.demotions() if job.owner == owner]
+            jobs = mover.jobs_of(owner)
             for job in jobs:
                 mover.cancel(job)
             mover.wait_ended(jobs, deadline - self._clock.monotonic())

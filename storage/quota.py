@@ -122,13 +122,16 @@ class QuotaBook:
             for scope in self._scopes_of(owner):
                 if (ceiling := scope.ceilings.get(tier)) is not None:
                     count = min(count, ceiling - self._used(scope, tier, usage))
-            count = max(0, count)
+            if count <= 0:
+                return 0
             self._held[tier, owner] += count
             return count
 
     def settle(self, tier: TierName, owner: int, count: int) -> None:
         """Count `count` pages as no longer on their way."""
         with self._lock:
+            if not count:
+                return
             self._held[tier, owner] -= count
             assert self._held[tier, owner] >= 0, "settled more than was held"
             if not self._held[tier, owner]:

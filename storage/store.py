@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 from tierkv.storage.arena import ArenaGeometry
@@ -472,13 +474,7 @@ class TieredStore(PageStore):
         absent = [not there for there in self._host.lookup(keys)]
         admitted = self._room.admit(owner, sum(absent))
         try:
-            fits = left = 0
-            for fits, new in enumerate(absent):
-                left += new
-                if left > admitted:
-                    break
-            else:
-                fits = len(keys)
+            fits = bisect_right(list(accumulate(absent)), admitted)
             outcomes = self._host.commit(held, keys[:fits], owner)
         finally:
             self._room.settle(owner, admitted)
