@@ -15,16 +15,26 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from tierkv.daemon.layout import Layout
+from tierkv.daemon.page_class import StoreOpener
+from tierkv.daemon.run import run_daemon
+from tierkv.daemon.server import Daemon
+from tierkv.daemon.service import Service
 from tierkv.daemon.settings import DaemonConfig, QuotaRule, VerifyCommit, VerifyLease
+from tierkv.daemon.status import status_fields
 from tierkv.protocol.messages import Limits
+from tierkv.storage.errors import ConfigError
 from tierkv.storage.policy import AdmissionName, WritePolicy
+from tierkv.storage.store import TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
 
@@ -143,6 +153,25 @@ class DaemonProcess:
         self.process.stdin.flush()
         return self.read_line()
 
+    def check(self) -> None:
+        """Every invariant of the daemon holds now."""
+        assert self.tell("check") == "ok"
+
+    def status(self) -> dict[str, Any]:
+        """What /status would show."""
+        found: dict[str, Any] = json.loads(self.tell("status"))
+        return found
+
+    def await_status(self, what: str, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Ask until the status is as wanted, within a bound."""
+        deadline = time.monotonic() + START_S
+        while True:
+            found = self.status()
+            if wanted(found):
+                return found
+            assert time.monotonic() < deadline, f"never came true: {what}: {found}"
+            time.sleep(0.01)
+
     def kill(self) -> None:
         """kill -9."""
         self.process.send_signal(signal.SIGKILL)
@@ -167,19 +196,56 @@ class DaemonProcess:
         return self.notes
 
 
-def serve(values: Mapping[str, Any], **options: Any) -> int:
-    """The child's half: run the daemon, say "ready" once it listens, end as the command would."""
-    from tierkv.daemon.run import run_daemon
-    from tierkv.storage.errors import ConfigError
+Command = Callable[[list[str]], None]
 
+
+def serve(
+    values: Mapping[str, Any],
+    open_store: StoreOpener = TieredStore.open,
+    commands: Mapping[str, Command] | None = None,
+) -> int:
+    """The child's half: run the daemon, say "ready" once it listens, end as the command would.
+
+    It obeys `commands`, and "check" (every invariant) and "status", line by line from stdin.
+    """
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+
+    def ready(daemon: Daemon) -> None:
+        threading.Thread(target=_obey, args=(daemon, commands or {}), daemon=True).start()
+        print("ready", flush=True)
+
     try:
-        return run_daemon(
-            config_from(values), on_ready=lambda: print("ready", flush=True), **options
-        )
+        return run_daemon(config_from(values), open_store, ready)
     except ConfigError as error:
         print(f"tierkv: error: {error}", file=sys.stderr)
         return 2
+
+
+def _obey(daemon: Daemon, commands: Mapping[str, Command]) -> None:
+    service = daemon.service
+    for line in sys.stdin:
+        verb, *words = line.split()
+        answer = "ok"
+        if verb == "check":
+            answer = _on_loop(service, lambda: service.check() or "ok")
+        elif verb == "status":
+            answer = _on_loop(service, lambda: json.dumps(status_fields(service)))
+        else:
+            commands[verb](words)
+        print(answer, flush=True)
+
+
+def _on_loop(service: Service, call: Callable[[], str]) -> str:
+    result: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except AssertionError as error:
+            result.set_result(f"broken: {error!r}")
+
+    service.loop.call_soon_threadsafe(run)
+    return result.result(START_S)
 
 
 if __name__ == "__main__":

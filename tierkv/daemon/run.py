@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 def run_daemon(
     config: DaemonConfig,
     open_store: StoreOpener = TieredStore.open,
-    on_ready: Callable[[], None] | None = None,
+    on_ready: Callable[[Daemon], None] | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; returns 0 after a stop within its bound.
 
-    `on_ready` is called once it listens. Raises ConfigError and its kinds when it cannot start:
-    the command line ends with 2 then.
+    `on_ready` is called with the daemon, on its loop, once it listens. Raises ConfigError and its
+    kinds when it cannot start: the command line ends with 2 then.
     """
     logging.getLogger("tierkv").setLevel(config.log_level.upper())
     _raise_file_limit(config.clients_max)
@@ -40,7 +40,7 @@ def run_daemon(
 
 
 async def _serve(
-    config: DaemonConfig, open_store: StoreOpener, on_ready: Callable[[], None] | None
+    config: DaemonConfig, open_store: StoreOpener, on_ready: Callable[[Daemon], None] | None
 ) -> int:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -49,7 +49,7 @@ async def _serve(
     daemon = Daemon(config, open_store)
     await daemon.start()
     if on_ready is not None:
-        on_ready()
+        on_ready(daemon)
     await stopping.wait()
     await daemon.stop()
     return 0
