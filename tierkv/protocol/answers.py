@@ -17,7 +17,9 @@ from tierkv.protocol.fields import Check
 from tierkv.protocol.messages import (
     BOOT_TOKEN_BYTES,
     CHECKSUM_BYTES,
+    OUTCOME_CODES,
     SLOT_ID_BYTES,
+    TIER_CODES,
     Arena,
     Limits,
     WireCode,
@@ -111,7 +113,8 @@ class FlushAnswer:
 
 
 _slots = fields.packed(SLOT_ID_BYTES)
-_codes = fields.packed(1)
+_tier_max = max(TIER_CODES.values())
+_outcome_max = max(OUTCOME_CODES.values())
 
 _CHECKS: dict[type[Any], dict[str, Check]] = {
     HelloAnswer: {
@@ -122,15 +125,16 @@ _CHECKS: dict[type[Any], dict[str, Check]] = {
         "arena": fields.optional_mapping,
         "limits": fields.mapping,
     },
-    LookupAnswer: {"tiers": _codes},
+    LookupAnswer: {"tiers": fields.codes(_tier_max)},
     LeaseAnswer: {
         "lease": fields.an_id,
         "slots": _slots,
-        "tiers": _codes,
+        # A page that is held was somewhere.
+        "tiers": fields.codes(_tier_max, lowest=1),
         "checksums": fields.packed(CHECKSUM_BYTES),
     },
     ReserveAnswer: {"reservation": fields.an_id, "slots": _slots},
-    CommitAnswer: {"outcomes": _codes},
+    CommitAnswer: {"outcomes": fields.codes(_outcome_max)},
     EmptyAnswer: {},
     PrefetchAnswer: {"accepted": fields.count},
     GetAnswer: {"payload": fields.blob},
@@ -169,6 +173,7 @@ def parse_arena(values: dict[str, Any]) -> Arena:
         arena.payload_offset + arena.page_bytes <= arena.slot_bytes
         and arena.first_slot + arena.slot_count * arena.slot_bytes <= arena.total_bytes
         and arena.page_bytes > 0
+        and arena.slot_count > 0
     )
     if not sound:
         raise ProtocolError(WireCode.FIELD, f"hello: slots do not fit into the arena: {arena}")

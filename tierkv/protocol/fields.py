@@ -59,6 +59,18 @@ def packed(item_bytes: int) -> Check:
     return check
 
 
+def codes(highest: int, lowest: int = 0) -> Check:
+    """Up to limits.keys bytes, each a code from `lowest` to `highest`."""
+
+    def check(value: Any, limits: Limits) -> str | None:
+        known = type(value) is bytes and len(value) <= limits.keys
+        if known and (not value or lowest <= min(value) <= max(value) <= highest):
+            return None
+        return f"at most {limits.keys} bytes from {lowest} to {highest}"
+
+    return check
+
+
 def exactly(*lengths: int) -> Check:
     """Bytes of one of these lengths."""
 

@@ -243,6 +243,7 @@ NOWHERE = {"lease": 1, "slots": b"\xff" * 4, "tiers": b"\x01", "checksums": b""}
     ("verb", "fields"),
     [
         (Verb.LOOKUP, {"tiers": b"\x01", "more": 1}),
+        (Verb.LOOKUP, {"tiers": b"\x09"}),
         (Verb.RESERVE, {"reservation": 1, "slots": b"\xff\xff\xff\xff"}),
         (
             Verb.LEASE,

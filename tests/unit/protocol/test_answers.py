@@ -40,7 +40,12 @@ def test_a_lease_has_one_of_everything_for_each_slot() -> None:
     assert parse_answer(answers.LeaseAnswer, to_fields(good), LIMITS) == good
     bare = dataclasses.replace(good, checksums=b"")
     assert parse_answer(answers.LeaseAnswer, to_fields(bare), LIMITS) == bare
-    for change in ({"tiers": b"\x01"}, {"checksums": bytes(16)}, {"slots": bytes(5)}):
+    for change in (
+        {"tiers": b"\x01"},
+        {"checksums": bytes(16)},
+        {"slots": bytes(5)},
+        {"tiers": b"\x00\x01"},
+    ):
         with pytest.raises(ProtocolError):
             parse_answer(answers.LeaseAnswer, to_fields(good) | change, LIMITS)
 
@@ -51,6 +56,7 @@ def test_a_lease_has_one_of_everything_for_each_slot() -> None:
         {"slot_count": 3},
         {"page_bytes": 4097},
         {"page_bytes": 0},
+        {"slot_count": 0},
         {"payload_offset": 4097},
         {"first_slot": -1},
         {"total_bytes": "20480"},
