@@ -1,9 +1,9 @@
 """TieredStore on the real tiers against a naive model: a set of keys whose content is known.
 
 The model knows what must never happen: a page that was never committed, a wrong byte, a run that
-is not a leading run, a page in host that a fetch does not deliver, a leaked pin or slot. Where a
-page is may depend on timing, what it holds may not. 12,000 steps in all; each run names its seed,
-and `pytest -k <id>` replays its driver.
+is not a leading run, a page in host that a fetch does not deliver, a leaked pin or slot, an owner
+above its ceiling or an expired page that stays. Where a page is may depend on timing, what it holds
+may not. 16,000 steps in all; each run names its seed, and `pytest -k <id>` replays its driver.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tierkv.storage.base import Fetch, PageLease
 from tierkv.storage.mover import MoverLimits
 from tierkv.storage.policy import AdmissionName, WritePolicy
 from tierkv.storage.promotion import Verify
+from tierkv.storage.quota import Quota
 from tierkv.storage.store import StoreConfig, StoreRules, TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
@@ -31,6 +32,7 @@ WAIT_S = 30.0
 UNIVERSE = 60
 STEPS = 2000
 HELD_MAX = 2
+OWNERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Scenario:
     admission: AdmissionName = AdmissionName.HOTNESS
     verify: Verify = Verify.ALWAYS
     queue: int = 64
+    ceilings: tuple[int, int] | None = None
+    """Pages of each owner in host and in nvme."""
 
     def __str__(self) -> str:
         return f"{self.policy.value}-{self.host_pages}-{self.nvme_pages}-seed{self.seed}"
@@ -56,7 +60,14 @@ SCENARIOS = [
     Scenario(14, WritePolicy.WRITE_THROUGH, 16, 4, verify=Verify.RECOVERED),
     Scenario(15, WritePolicy.WRITE_THROUGH_SELECTIVE, 8, 24),
     Scenario(16, WritePolicy.WRITE_THROUGH_SELECTIVE, 1, 1, admission=AdmissionName.ALL),
+    Scenario(17, WritePolicy.WRITE_THROUGH, 10, 24, ceilings=(4, 9)),
+    Scenario(18, WritePolicy.WRITE_BACK, 6, 16, ceilings=(3, 5)),
 ]
+
+
+def owner_of(key: PageKey) -> int:
+    """Every page has one owner, and neighbours often have another."""
+    return key[0] % OWNERS
 
 
 class Driver:
@@ -79,7 +90,8 @@ class Driver:
             ),
         )
         self.host_pages = scenario.host_pages
-        self.store = TieredStore.open(self.config)
+        self.ceilings = scenario.ceilings
+        self.store = self.open()
         self.committed: set[PageKey] = set()
         self.held: list[PageLease] = []
         self.asked = 0
@@ -95,7 +107,20 @@ class Driver:
             (6, self.touch),
             (2, self.flush),
             (1, self.reopen),
+            (1, self.drop_owner),
+            (1, self.preload),
+            (2, self.scrub),
         ]
+
+    def open(self) -> TieredStore:
+        store = TieredStore.open(self.config)
+        if self.ceilings is not None:
+            sizes = {tier.name: tier.slot_bytes for tier in store.stats().tiers}
+            pages = dict(zip((TierName.HOST, TierName.NVME), self.ceilings, strict=True))
+            limits = {tier: pages[tier] * sizes[tier] for tier in pages}
+            for owner in range(OWNERS):
+                store.set_quota(owner, Quota(ceiling_bytes=limits))
+        return store
 
     def step(self) -> None:
         weights = [weight for weight, _ in self.actions]
@@ -103,6 +128,10 @@ class Driver:
         self.done[action.__name__] += 1
         action()
         self.store.check()
+        if self.ceilings is not None:
+            for owner, usage in self.store.owners().items():
+                for tier, ceiling in zip(usage.pages, self.ceilings, strict=True):
+                    assert usage.pages[tier] <= ceiling, (owner, usage)
 
     def run_of_keys(self) -> list[PageKey]:
         # Runs overlap like prompts with common prefixes do, and favour the low numbers.
@@ -114,14 +143,23 @@ class Driver:
 
     def commit(self) -> None:
         keys = self.run_of_keys()
-        with self.store.reserve(len(keys)) as held:
+        owner = owner_of(keys[0])
+        keys = [key for key in keys if owner_of(key) == owner]
+        with self.store.reserve(len(keys), owner) as held:
             keys = keys[: len(held.views)]
             for key, view in zip(keys, held.views, strict=True):
                 view[:] = page_content(key, PAGE_BYTES)
-            outcomes = held.commit(keys)
+            outcomes = held.commit(keys, owner=owner)
+        if self.ceilings is None:
+            assert all(outcome is not CommitOutcome.FAILED for outcome in outcomes)
+        keys = [
+            key
+            for key, outcome in zip(keys, outcomes, strict=True)
+            if outcome is not CommitOutcome.FAILED
+        ]
         self.committed.update(keys)
-        assert all(outcome is not CommitOutcome.FAILED for outcome in outcomes)
-        assert self.store.lookup(keys) == [TierName.HOST] * len(keys)
+        if self.ceilings is None:
+            assert self.store.lookup(keys) == [TierName.HOST] * len(keys)
 
     def fetch(self) -> None:
         keys = self.run_of_keys()
@@ -163,9 +201,22 @@ class Driver:
         if not durable:
             return
         # Everything in host can go now, so a run that exists and fits has to come whole.
-        keys = self.run_of_keys()
+        keys = self.run_of_keys()[: self.host_pages]
         known = self.leading(keys, {TierName.HOST, TierName.NVME})
-        self.take(self.store.fetch(keys, WAIT_S), min(known, self.host_pages))
+        self.take(self.store.fetch(keys, WAIT_S), known if self.ceilings is None else 0)
+
+    def drop_owner(self) -> None:
+        owner = self.rng.randrange(OWNERS)
+        self.quiet()
+        self.store.drop_owner(owner)
+        assert owner not in self.store.owners()
+
+    def preload(self) -> None:
+        self.store.preload(self.rng.randint(1, self.host_pages))
+
+    def scrub(self) -> None:
+        report = self.store.scrub_step(self.rng.randint(1, 8))
+        assert (report.corrupt, report.failed) == (0, 0), report
 
     def reopen(self) -> None:
         self.let_all_go()
@@ -178,7 +229,7 @@ class Driver:
         assert self.config.host_arena_path is not None
         if reboot:
             self.config.host_arena_path.unlink()
-        self.store = TieredStore.open(self.config)
+        self.store = self.open()
         after = self.store.lookup(everything)
         for was, now in zip(before, after, strict=True):
             if was is TierName.NVME:
