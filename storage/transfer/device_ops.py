@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
 
+from tierkv.storage.errors import ConfigError
+
 
 class Wait(Enum):
     """Every wait on the data path, and what goes wrong without it."""
@@ -42,14 +44,33 @@ class DeviceOps(ABC):
     """One device and its paged KV. Methods are called from the engine thread and the two copy
     threads; a stream is used by one thread at a time."""
 
-    method: str
     layers: int
     planes_per_layer: int
     row_bytes: int
+    pages: int
+    """Pages of the pool."""
 
     @property
     def page_bytes(self) -> int:
         return self.layers * self.planes_per_layer * self.row_bytes
+
+    @property
+    @abstractmethod
+    def method(self) -> str:
+        """How bytes move now, for people."""
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Ways to move bytes that this machine has."""
+        return (self.method,)
+
+    def choose(self, out_method: str, in_method: str) -> None:
+        """Use these from now on; no copy is under way. ConfigError for one it does not have."""
+        for name in (out_method, in_method):
+            if name not in self.methods:
+                raise ConfigError(
+                    f"choose transfer method {name!r}: this machine has {', '.join(self.methods)}"
+                )
 
     @abstractmethod
     def new_stream(self, name: str) -> object:

@@ -11,8 +11,7 @@ import ctypes
 
 import cupy
 import numpy as np
-from cupy.cuda import driver, runtime
-from cupy.cuda.compiler import CompileException
+from cupy.cuda import driver, function, nvrtc, runtime
 
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transfer.kernels import SOURCE, THREADS, Launch, kernel_names
@@ -27,18 +26,18 @@ class PageKernels:
     """The kernels of kernels.py on one device."""
 
     def __init__(self, device_index: int) -> None:
-        """Compiles for the device at hand (cupy keeps the result on disk). TierIOError when the
-        compiler or the driver refuses."""
+        """Compiles for the device at hand, a fraction of a second. TierIOError when the compiler
+        or the driver refuses."""
         self._device_index = device_index
         try:
-            with cupy.cuda.Device(device_index):
-                module = cupy.RawModule(code=SOURCE, options=OPTIONS, backend="nvrtc")
-                self._functions = {n: module.get_function(n).kernel for n in kernel_names()}
+            with cupy.cuda.Device(device_index) as device:
+                self._module = function.Module()
+                self._module.load(compile_cubin(f"sm_{device.compute_capability}"))
+                self._functions = {n: self._module.get_function(n).ptr for n in kernel_names()}
             properties = runtime.getDeviceProperties(device_index)
-        except (RuntimeError, OSError, ImportError, CompileException) as error:
-            raise TierIOError(
-                f"compile page kernels: {str(error).splitlines()[0] if str(error) else error!r}"
-            ) from error
+        except (RuntimeError, OSError, ImportError) as error:
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise TierIOError(f"load page kernels: {lines[0]}") from error
         # A sixteenth of the multiprocessors is enough for PCIe, and decode does not miss it.
         multiprocessors = int(properties["multiProcessorCount"])
         self.blocks_max = max(BLOCKS_MIN, min(BLOCKS_MAX, multiprocessors // 16))
@@ -58,10 +57,9 @@ class PageKernels:
         addresses = (ctypes.c_void_p * 3)(
             launch.group.ctypes.data, table.ctypes.data, launch.geometry.ctypes.data
         )
-        function = self._functions[name].ptr
         # The driver copies the arguments before the call returns.
         driver.launchKernel(
-            function,
+            self._functions[name],
             *(launch.blocks, 1, 1),
             *(THREADS, 1, 1),
             0,
@@ -69,3 +67,22 @@ class PageKernels:
             ctypes.addressof(addresses),
             0,
         )
+
+
+def compile_cubin(architecture: str) -> bytes:
+    """Machine code of the kernels for one architecture ("sm_90"). Needs no device and no driver.
+
+    TierIOError with the compiler's first complaint; ImportError or RuntimeError when there is no
+    NVRTC library.
+    """
+    program = nvrtc.createProgram(SOURCE, "tierkv_pages.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*OPTIONS, f"-arch={architecture}"))
+        return bytes(nvrtc.getCUBIN(program))
+    except nvrtc.NVRTCError as error:
+        log = [line for line in nvrtc.getProgramLog(program).splitlines() if line.strip()]
+        raise TierIOError(
+            f"compile page kernels for {architecture}: {log[0] if log else error}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)

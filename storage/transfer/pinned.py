@@ -51,10 +51,11 @@ class PinnedRanges:
         """
         assert unit_bytes > 0 and 0 <= first_bytes <= memory.nbytes
         base = address_of(memory)
-        step = max(1, (self._chunk_bytes_max - first_bytes) // unit_bytes) * unit_bytes
         start, pinned = 0, 0
         while start < memory.nbytes:
-            end = min(memory.nbytes, first_bytes + step if start == 0 else start + step)
+            head = first_bytes if start == 0 else 0
+            units = max(1, (self._chunk_bytes_max - head) // unit_bytes)
+            end = min(memory.nbytes, start + head + units * unit_bytes)
             reason = self._register(base + start, end - start)
             if reason is not None:
                 log.warning("%s", refusal(memory.nbytes, pinned, reason))

@@ -234,8 +234,8 @@ class StreamTransfer(PageTransfer):
         self.layers = ops.layers
         self.bounce_out = [_Half(views) for views in ops.bounce_halves("out")]
         self.bounce_in = [_Half(views) for views in ops.bounce_halves("in")]
-        self._out_stream = ops.new_stream("demote")
-        self._in_stream = ops.new_stream("restore")
+        self.out_stream = ops.new_stream("demote")
+        self.in_stream = ops.new_stream("restore")
         self._out = Lane("demote", ops.event_done)
         self._in = Lane("restore", ops.event_done)
         self.lanes = (self._out, self._in)
@@ -251,7 +251,7 @@ class StreamTransfer(PageTransfer):
         counters = self._out_counters
         self._refuse_if_over()
         job = _Gather(
-            self, self._out, self._out_stream, self._mark(), indexes, list(views), counters
+            self, self._out, self.out_stream, self._mark(), indexes, list(views), counters
         )
         self._begin(job, self._out, counters, len(indexes), tied)
         return job.event
@@ -260,9 +260,7 @@ class StreamTransfer(PageTransfer):
         indexes, tied = _indexes(pages, views)
         counters = self._in_counters
         self._refuse_if_over()
-        job = _Scatter(
-            self, self._in, self._in_stream, self._mark(), indexes, list(views), counters
-        )
+        job = _Scatter(self, self._in, self.in_stream, self._mark(), indexes, list(views), counters)
         self._begin(job, self._in, counters, len(indexes), tied)
         return job.event
 
