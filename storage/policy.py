@@ -101,7 +101,8 @@ class FrequencySketch:
         self._sample += 1
         if self._sample >= self.sample_max:
             self._halve()
-        return self.estimate(key)
+            return self.estimate(key)
+        return min(low + 1, COUNTER_MAX)
 
     def estimate(self, key: PageKey) -> int:
         """Decayed number of uses of `key`, at most COUNTER_MAX. Read-only. O(1)."""
