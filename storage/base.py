@@ -432,6 +432,15 @@ class PageLease(ABC):
     ) -> None:
         self.release()
 
+    @property
+    def intact(self) -> bool:
+        """True while the pages have been held without a break since they were taken.
+
+        A lease that is held for a client elsewhere can end on its own: whoever copied from the
+        views asks afterwards, and on False throws the copy away (lesson L1).
+        """
+        return True
+
     @abstractmethod
     def release(self) -> None:
         """Let the pages go. Idempotent."""

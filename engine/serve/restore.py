@@ -254,8 +254,8 @@ class Restore:
             waits.append(load.deadline_s - now)
             if load.bound:
                 waited = now - load.progress_s
-                expected = LATE_FACTOR * self._segment_s(load)
-                waits.append(max(expected - waited, waited / 4))
+                late = self._late_after_s(self._segment_s(load), load.request.computed)
+                waits.append(max(late - waited, waited / 4))
         return max(RECHECK_S_MIN, min(waits)) if waits else None
 
     def stats(self) -> RestoreStats:
@@ -330,11 +330,19 @@ class Restore:
             pending = sum(each.done_s is None for each in load.under_way)
             per_token = waited * pending / max(1, gap_tokens)
             waited = 0.0
-        elif waited > LATE_FACTOR * segment:
+        elif waited > self._late_after_s(segment, front):
             # As slow as it looks: the segment under way has taken `waited` already.
             per_token *= waited / segment
             waited = 0.0
         return int(meet(gap_tokens, front, self.cost.current, per_token, min(waited, segment)))
+
+    def _late_after_s(self, segment_s: float, front: int) -> float:
+        """How long to wait for an arrival before taking the tier for slower than it was.
+
+        Never less than computing one page takes: a shorter wait decides nothing.
+        """
+        page = self.cost.current.seconds(self._cache.page_tokens, front)
+        return max(LATE_FACTOR * segment_s, page)
 
     # --- pages on their way --------------------------------------------------------------------
 
@@ -389,14 +397,16 @@ class Restore:
         assert segment.event is not None
         assert segment.lease is not None
         assert load.pages is not None
+        # Asked after the copy: a lease can end on its own while the bytes are read.
+        failed = segment.event.error is not None or not segment.lease.intact
         segment.lease.release()
         self._cache.pool.finish_copy(load.pages[segment.copied], free=False)
-        failed = segment.event.error is not None
         for number in segment.copied:
             load.set(number, PageState.LOST if failed else PageState.ARRIVED)
         self._counts["failed" if failed else "restored"] += len(segment.copied)
         if failed:
-            log.warning("restore failed pages=%d: %s", len(segment.copied), segment.event.error)
+            reason = segment.event.error or "the lease ended during the copy"
+            log.warning("restore failed pages=%d: %s", len(segment.copied), reason)
         load.under_way.remove(segment)
 
     def _note_rate(self, segment: Segment, tiers: Sequence[TierName]) -> None:

@@ -160,7 +160,16 @@ class FakeEngine:
             ),
             offload=OffloadStats(copied=1, present=2, dropped=3, failed=4, in_flight=5),
             restore=RestoreStats(
-                fetches=1, restored_pages=2, late=3, failed=4, waiting=5, copying=6
+                loads=1,
+                restored_pages=2,
+                recomputed_pages=7,
+                late=3,
+                failed=4,
+                outright=8,
+                active=5,
+                orphaned_pages=6,
+                expected_s=0.5,
+                taken_s=0.75,
             ),
             store=store_stats(),
         )

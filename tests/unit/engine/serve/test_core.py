@@ -18,6 +18,7 @@ from tierkv.engine.serve.request import FinishReason, Request, RequestState, req
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.engine.serve.scheduler import SchedulePolicy
 from tierkv.storage.errors import RequestError
+from tierkv.storage.fetch import TieredLease
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import TieredStore
 from tierkv.storage.transfer.cpu import CpuTransfer
@@ -402,6 +403,25 @@ def test_h3_aborting_waiting_requests_gives_their_fetches_back() -> None:
     last = bench.submit(prompt)
     bench.finish()
     assert last.cached.total == 20
+    store.close()
+
+
+def test_l1_a_lease_that_ends_during_the_copy_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, _ = store_of(page_bytes())
+    bench = Bench(store=store)
+    prompt = numbers(1, 21)
+    bench.submit(prompt)
+    bench.finish()
+    bench.core.drop_gpu_cache(DEADLINE_S)
+    monkeypatch.setattr(TieredLease, "intact", property(lambda _: False))
+    again = bench.submit(prompt)
+    bench.finish()
+    assert again.cached.total == 0
+    assert correct(again)
+    assert bench.core.restore is not None
+    assert bench.core.restore.stats().failed == 5
     store.close()
 
 
