@@ -221,6 +221,25 @@ def test_worker_and_daemon_killed_together(folder: Path) -> None:
         again.check()
 
 
+def test_r3_slots_of_a_former_daemons_worker_are_quarantined(folder: Path) -> None:
+    """The worker outlives the daemon and may still write through its old mapping."""
+    values = small_config(folder)
+    with DaemonProcess.started(values) as daemon, Worker(daemon) as worker:
+        assert worker.tell("put 0 8") == "8"
+        assert worker.tell("reserve 16") == "16"
+        worker.signal(signal.SIGSTOP)
+        daemon.kill()
+        with DaemonProcess.started(values) as again, client_of(again) as client:
+            status = again.status()
+            assert status["sessions"]["quarantined_pages"] == 16
+            assert host_of(status)["free_pages"] == HOST_PAGES - 8 - 16
+            again.check()
+            worker.signal(signal.SIGKILL)
+            again.await_status("free", lambda s: host_of(s)["reserved_pages"] == 0)
+            assert take_content(client, [page_key(n) for n in range(8)]) == 8
+            again.check()
+
+
 def test_reboot_finds_flushed_pages_on_disk(folder: Path) -> None:
     values = small_config(folder)
     with DaemonProcess.started(values) as daemon, client_of(daemon) as client:
@@ -404,6 +423,7 @@ def test_failing_disk_costs_misses_only(folder: Path, code: str) -> None:
         keys = [page_key(n) for n in range(16)]
         assert daemon.tell(f"fail write {code} 1000000") == "ok"
         assert put_store(client, keys) == [CommitOutcome.COMMITTED] * 16
+        daemon.await_status("copies failed", lambda s: s["classes"][0]["mover"]["failed"] >= 16)
         assert not client.flush(5.0)
         assert take_content(client, keys) == 16
         daemon.check()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 from tierkv.daemon.layout import Layout
@@ -37,6 +37,8 @@ class PageClasses:
         self._classes: dict[int, PageClass] = {}
         self._opening: dict[int, asyncio.Future[PageClass]] = {}
         self._shares: dict[int, tuple[int, int]] = {}
+        self.prepare: Callable[[PageClass], Awaitable[None]] | None = None
+        """What a class needs before its first client is served."""
 
     def __iter__(self) -> Iterator[PageClass]:
         return iter(list(self._classes.values()))
@@ -101,6 +103,12 @@ class PageClasses:
         )
         try:
             opened = await self._workers.submit(partial(self._make, wanted))
+            if self.prepare is not None:
+                try:
+                    await self.prepare(opened)
+                except BaseException:
+                    opened.close()
+                    raise
         except BaseException:
             del self._shares[page_bytes]
             raise
@@ -116,9 +124,19 @@ class PageClasses:
     def _make(self, wanted: StoreConfig) -> PageClass:
         wanted.validate()
         assert wanted.host_arena_path is not None, "clients cannot map an anonymous arena"
+        holders_path = self._layout.holders_path(wanted.page_bytes)
         retire_arena(wanted.host_arena_path, wanted.page_bytes, wanted.host_bytes)
+        if not wanted.host_arena_path.exists():
+            # Whatever they say is about another arena.
+            holders_path.unlink(missing_ok=True)
         store = self._open_store(wanted)
-        return PageClass(store, self._config, wanted.host_bytes, wanted.nvme_bytes)
+        try:
+            return PageClass(
+                store, self._config, holders_path, wanted.host_bytes, wanted.nvme_bytes
+            )
+        except BaseException:
+            store.close()
+            raise
 
     def _share(self, page_bytes: int) -> tuple[int, int]:
         config = self._config

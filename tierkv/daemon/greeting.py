@@ -38,7 +38,7 @@ async def greet(service: Service, peer: Peer, hello: Hello) -> Session:
             "cannot share memory; use mode stream",
         )
     fingerprint = from_json(hello.fingerprint) if hello.fingerprint else None
-    pages = await service.open_class(hello.page_bytes)
+    pages = await service.classes.open(hello.page_bytes)
     known: Namespace | None = None
     if fingerprint is not None:
         tenant = hello.tenant or fingerprint.tenant

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tierkv.daemon.holders import Holders
 from tierkv.daemon.settings import DaemonConfig, VerifyCommit, VerifyLease
 from tierkv.protocol.messages import Arena
 from tierkv.storage.arena import plan_geometry, read_header
@@ -33,7 +34,14 @@ StoreOpener = Callable[[StoreConfig], TieredStore]
 class PageClass:
     """See the module docstring. Thread-safe as far as its store is; counters belong to the loop."""
 
-    def __init__(self, store: TieredStore, config: DaemonConfig, host_bytes: int, nvme_bytes: int):
+    def __init__(
+        self,
+        store: TieredStore,
+        config: DaemonConfig,
+        holders_path: Path,
+        host_bytes: int,
+        nvme_bytes: int,
+    ) -> None:
         self.store = store
         self.page_bytes = store.page_bytes
         self.host_bytes = host_bytes
@@ -47,6 +55,7 @@ class PageClass:
             page_bytes=geometry.page_bytes,
             slot_count=geometry.slot_count,
         )
+        self.holders = Holders(holders_path, geometry.slot_count)
         self._policy = config.verify_commit
         self._checksums = config.checksums
         self._every = config.verify_commit_every
@@ -59,6 +68,30 @@ class PageClass:
         )
         self.commit_mismatches = 0
         """Pages whose bytes did not have the checksum that their client gave."""
+
+    def still_held(self) -> list[tuple[int, int, StoreReservation]]:
+        """Slots that a worker of a former daemon may still write: reserved, with who it is.
+
+        Once, before any client is served: (pid, start time, a reservation of one slot). The
+        caller releases each when that process has ended. O(free slots) if there are any.
+        """
+        wanted = self.holders.living()
+        kept: list[tuple[int, int, StoreReservation]] = []
+        others: list[StoreReservation] = []
+        try:
+            for _ in range(self.store.stats().tiers[0].free_pages):
+                if not wanted:
+                    break
+                one = self.store.reserve(1)
+                who = wanted.pop(one.slots[0], None) if one.slots else None
+                if who is None:
+                    others.append(one)
+                else:
+                    kept.append((*who, one))
+        finally:
+            for one in others:
+                one.release()
+        return kept
 
     @property
     def lease_touches_pages(self) -> bool:

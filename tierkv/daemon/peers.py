@@ -17,6 +17,7 @@ import socket
 import struct
 from collections.abc import Callable
 
+from tierkv.daemon.holders import process_start
 from tierkv.storage.base import StoreReservation
 
 _CREDENTIALS = struct.Struct("3i")
@@ -28,6 +29,7 @@ class Peer:
 
     def __init__(self, pid: int, uid: int, process_fd: int) -> None:
         self.pid = pid
+        self._start: int | None = None
         self.uid = uid
         self.process_fd = process_fd
         """A pidfd, or -1 when there is none: gone already, or of another pid namespace."""
@@ -45,6 +47,26 @@ class Peer:
             # the arena, so nothing will ever wait for its end.
             process_fd = _NO_PROCESS
         return cls(pid, uid, process_fd)
+
+    @classmethod
+    def remembered(cls, pid: int, start: int) -> Peer:
+        """A process that was noted down; it counts as gone unless it is the very same."""
+        try:
+            process_fd = os.pidfd_open(pid)
+        except OSError:
+            return cls(pid, -1, _NO_PROCESS)
+        peer = cls(pid, -1, process_fd)
+        if peer.start != start:
+            # Another process has its number now.
+            peer.close()
+        return peer
+
+    @property
+    def start(self) -> int:
+        """When the process started: with the pid, its name for ever on this boot."""
+        if self._start is None:
+            self._start = process_start(self.pid)
+        return self._start
 
     @property
     def known(self) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tierkv.daemon.classes import PageClasses
 from tierkv.daemon.namespaces import Namespace, NamespaceRegistry
 from tierkv.daemon.page_class import PageClass
-from tierkv.daemon.peers import Quarantine
+from tierkv.daemon.peers import Peer, Quarantine
 from tierkv.daemon.quotas import apply_rules
 from tierkv.daemon.session import HoldTimer, Session
 from tierkv.daemon.settings import DaemonConfig
@@ -62,6 +62,7 @@ class Service:
         self.config = config
         self.loop = loop
         self.classes = classes
+        classes.prepare = self._prepare
         self.namespaces = namespaces
         self.workers = workers
         """For what reads or copies payloads: it ends soon."""
@@ -81,21 +82,29 @@ class Service:
         self.closing = False
         """Once true, requests that start something are answered with CLOSING."""
 
-    async def open_class(self, page_bytes: int) -> PageClass:
-        """The class of a page size, its quotas in force. Raises what PageClasses.open raises."""
-        known = self.classes.get(page_bytes)
-        if known is not None:
-            return known
-        pages = await self.classes.open(page_bytes)
+    async def _prepare(self, pages: PageClass) -> None:
+        """What a class needs before its first client; other clients of it wait meanwhile."""
         self.namespaces.skip_past(pages.store.owners())
         await self.apply_quotas(pages)
-        return pages
+        held = await self.waiters.submit(pages.still_held)
+        peers: dict[tuple[int, int], Peer] = {}
+        for pid, start, reservation in held:
+            peer = peers.setdefault((pid, start), Peer.remembered(pid, start))
+            slots = list(reservation.slots)
+            self.quarantine.add(peer, reservation, 1, partial(pages.holders.free, slots))
+        for peer in peers.values():
+            self.quarantine.leave(peer)
+        if held:
+            log.warning(
+                "page_bytes=%d quarantined_pages=%d processes=%d reason=former_daemon",
+                *(pages.page_bytes, len(held), len(peers)),
+            )
 
     async def reopen(self, page_sizes: list[int]) -> None:
         """Open what a former daemon left, so that the first hello finds it warm."""
         for page_bytes in page_sizes:
             try:
-                await self.open_class(page_bytes)
+                await self.classes.open(page_bytes)
             except TierKVError as error:
                 log.warning("reopen page_bytes=%d skipped=yes error=%s", page_bytes, error)
 

@@ -80,13 +80,14 @@ class LeaseHold(Hold):
 class ReservationHold(Hold):
     """Slots that the client fills."""
 
-    __slots__ = ("reservation",)
+    __slots__ = ("reservation", "slots")
 
     def __init__(
         self, session: Session, number: int, reservation: StoreReservation, deadline: float
     ) -> None:
         super().__init__(session, number, len(reservation.views), deadline)
         self.reservation = reservation
+        self.slots = list(reservation.slots)
 
     def finish(self) -> None:
         self.session.let_go(self)
@@ -213,6 +214,8 @@ class Session:
         deadline = self._timer.now() + hold_s
         hold = ReservationHold(self, next(self._hold_numbers), reservation, deadline)
         self.reservations[hold.number] = hold
+        if self.mode is Mode.SHARED and self.page_class is not None:
+            self.page_class.holders.hold(hold.slots, self.peer.pid, self.peer.start)
         self.reserved_pages += hold.pages
         self._timer.add(hold)
         return hold
@@ -275,6 +278,9 @@ class Session:
         else:
             del self.reservations[hold.number]
             self._ending += hold.pages
+            if not unsafe:
+                # Before a slot can be another client's: its entry must not be wiped then.
+                self._note_free(hold)
         self._timer.removed()
         if not hold.busy:
             hold.finish()
@@ -283,7 +289,9 @@ class Session:
         """Free a reservation's slots now, or once nobody can write them. Committed ones are gone
         from it already."""
         if hold.unsafe and self.mode is Mode.SHARED:
-            self._quarantine.add(self.peer, hold.reservation, hold.pages, lambda: self._freed(hold))
+            self._quarantine.add(
+                self.peer, hold.reservation, hold.pages, lambda: self._released(hold)
+            )
         else:
             hold.reservation.release()
             self._freed(hold)
@@ -315,6 +323,14 @@ class Session:
         assert self._awaited_leases >= 0 and self._awaited_pages >= 0
         if self.closed:
             assert not self.leases and not self.reservations, "a closed session holds something"
+
+    def _released(self, hold: ReservationHold) -> None:
+        self._note_free(hold)
+        self._freed(hold)
+
+    def _note_free(self, hold: Hold) -> None:
+        if isinstance(hold, ReservationHold) and self.mode is Mode.SHARED and self.page_class:
+            self.page_class.holders.free(hold.slots)
 
     def _freed(self, hold: ReservationHold) -> None:
         self._ending -= hold.pages
