@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tierkv.protocol.frames import Frame
     from tierkv.protocol.messages import Verb
 
+STATUS_PATH = "/status"
 TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 64 << 20
 CLIENT_NAME = "tierkv operator"
@@ -52,6 +53,8 @@ class Endpoint:
     url: str | None
     """None: its HTTP is off or its port is not fixed."""
     token: str | None
+    by_socket: bool = False
+    """The socket was named on the command line: `url` may then be another daemon's."""
 
 
 def endpoint(config: Path | None, socket: Path | None) -> Endpoint:
@@ -70,7 +73,7 @@ def endpoint(config: Path | None, socket: Path | None) -> Endpoint:
     bind, port = values["http.bind"], values["http.port"]
     address = f"[{bind}]" if bind is not None and ":" in bind else bind
     url = None if bind is None or port == 0 else f"http://{address}:{port}"
-    return Endpoint(values["daemon.socket"], url, values["http.token"])
+    return Endpoint(values["daemon.socket"], url, values["http.token"], socket is not None)
 
 
 class DaemonSocket:
@@ -103,6 +106,11 @@ class DaemonSocket:
             raise TierIOError(
                 f"connect to {path}: {error.strerror or error}; is tierkv serve running there?"
             ) from error
+
+    @property
+    def boot_token(self) -> bytes:
+        """Which start of which daemon this is."""
+        return self._session.boot_token
 
     @property
     def keys_max(self) -> int:

@@ -14,11 +14,18 @@ from rich.live import Live
 from tierkv.cli import options as shared
 from tierkv.cli.console import PIPE_COLUMNS, new_table, write_json
 from tierkv.cli.daemon_settings import ConfigOption
-from tierkv.cli.operator import DaemonSocket, Endpoint, SocketOption, endpoint
+from tierkv.cli.operator import (
+    STATUS_PATH,
+    DaemonSocket,
+    Endpoint,
+    SocketOption,
+    endpoint,
+    http_json,
+)
 from tierkv.config import format_size
 from tierkv.config.kinds import parse_duration
 from tierkv.storage.clock import SystemClock
-from tierkv.storage.errors import ConfigError
+from tierkv.storage.errors import ConfigError, TierIOError, TierKVError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,9 +74,23 @@ def top(
 
 
 def read(where: Endpoint) -> Reading:
-    """Ask once, on a connection of its own: a daemon that was restarted is met again."""
-    with DaemonSocket(where.socket) as daemon:
-        status = daemon.stats()
+    """Ask once, on a connection of its own: a daemon that was restarted is met again.
+
+    A daemon that drains greets nobody, but its HTTP still tells.
+    """
+    status: Any
+    try:
+        with DaemonSocket(where.socket) as daemon:
+            status = daemon.stats()
+    except TierIOError as away:
+        if where.by_socket or where.url is None:
+            raise
+        try:
+            status = http_json(where, STATUS_PATH)
+        except TierKVError:
+            raise away from None
+    if not isinstance(status, dict):
+        raise ConfigError(f"status {where.url}: expected an object; is this a TierKV daemon?")
     return Reading(SystemClock().monotonic(), status)
 
 
