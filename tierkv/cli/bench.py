@@ -13,6 +13,7 @@ import typer
 
 from tierkv.cli import options as shared
 from tierkv.cli.console import new_table, spinner, write_line, write_table
+from tierkv.cli.plan import bandwidth
 from tierkv.storage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ class BenchName(StrEnum):
     TIER = "tier"
     ENGINE = "engine"
     RESTORE = "restore"
+    OFFLOAD = "offload"
+    DAEMON = "daemon"
 
 
 def bench(
@@ -38,11 +41,20 @@ def bench(
         Path | None,
         typer.Option("--dir", help="Folder for its pages. Default: a fresh temporary one."),
     ] = None,
+    throttle: Annotated[
+        str | None,
+        typer.Option("--throttle", help="Slow the disk down to this, such as 3GB/s (offload)."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="Folder for CSV, JSON and PNG files (offload)."),
+    ] = None,
     as_json: shared.JsonOption = False,
 ) -> int:
-    """Measure: radix, tier, engine or restore. Exits 0 when it measured, whatever the figures."""
+    """Measure: radix, tier, engine, restore, offload or daemon. Exits 0 when it measured, whatever the figures."""
     run: Callable[..., BenchReport] = importlib.import_module(f"tierkv.bench.{name.value}").run
-    given = {"model": model, "directory": directory}
+    rate = None if throttle is None else bandwidth(throttle, "--throttle")
+    given = {"model": model, "directory": directory, "throttle": rate, "output": output}
     wanted = {option: value for option, value in given.items() if value is not None}
     accepted = _accepted(name, run, wanted)
     with spinner(f"bench {name.value}"):
@@ -59,16 +71,18 @@ def _accepted(
 ) -> dict[str, Any]:
     """The options that were given. Raises ConfigError for one this benchmark has no use for."""
     known = inspect.signature(run).parameters
-    flags = {"model": "--model", "directory": "--dir"}
+    flags = {"directory": "--dir"}
     for option in wanted:
         if option not in known:
-            raise ConfigError(f"bench {name.value}: takes no {flags[option]}; leave it out")
+            flag = flags.get(option, f"--{option}")
+            raise ConfigError(f"bench {name.value}: takes no {flag}; leave it out")
     return dict(wanted)
 
 
 def show(report: BenchReport) -> None:
-    """Print a report as one table: every figure with the group it belongs to."""
+    """Print one table of single figures, and one for each list of rows."""
     table = new_table(f"bench {report.bench}", "figure", "value", "kind")
+    lists: dict[str, list[dict[str, Any]]] = {}
     for kind, figures in (
         ("result", report.results),
         ("limit", report.limits),
@@ -76,8 +90,16 @@ def show(report: BenchReport) -> None:
         ("config", report.config),
     ):
         for figure, value in figures.items():
-            table.add_row(figure, _text(value), kind)
+            if isinstance(value, list):
+                lists[figure] = value
+            else:
+                table.add_row(figure, _text(value), kind)
     write_table(table)
+    for figure, rows in lists.items():
+        part = new_table(figure, *rows[0])
+        for row in rows:
+            part.add_row(*(_text(value) for value in row.values()))
+        write_table(part)
 
 
 def _text(value: Any) -> str:

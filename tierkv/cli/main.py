@@ -26,6 +26,7 @@ from tierkv.cli.explain import explain
 from tierkv.cli.fsck import fsck
 from tierkv.cli.generate import generate
 from tierkv.cli.ls import ls
+from tierkv.cli.plan import plan
 from tierkv.cli.serve import serve
 from tierkv.cli.stat import stat
 from tierkv.cli.top import top
@@ -89,6 +90,7 @@ app.command()(demo)
 app.command()(generate)
 app.command()(stat)
 app.command()(bench)
+app.command()(plan)
 engine_app.command()(serve)
 app.add_typer(engine_app, name="engine")
 app.command()(daemon.serve)

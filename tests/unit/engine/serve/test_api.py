@@ -566,7 +566,7 @@ async def test_p4_metrics_count_answers_tokens_and_tiers() -> None:
         "tierkv_pool_free_pages 15.0",
         "tierkv_engine_step_failures_total 8.0",
         "tierkv_offload_dropped_pages_total 3.0",
-        "tierkv_restore_late_fetches_total 3.0",
+        "tierkv_restore_late_loads_total 3.0",
         'tierkv_mover_read_bytes_per_second{tier="nvme"} 1e+09',
     ):
         assert line in lines, line
