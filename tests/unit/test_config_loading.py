@@ -70,7 +70,7 @@ daemon: {socket: /s, socket_mode: 0660, socket_group: kv, users: [7, 8], workers
 host: {directory: /dev/shm/x, size: 50%, class_size: 50%, huge_pages: yes}
 nvme: {directory: /n, size: 10%, class_size: 1GiB, min_free: 2GiB}
 movement:
-  write_policy: write_through
+  write_policy: write_back
   selective_hits: 3
   admission: admit_all
   checksums: off
@@ -93,7 +93,7 @@ quotas:
     assert (config.host_bytes, config.host_class_bytes) == (32 * GIB, 16 * GIB)
     assert (config.nvme_bytes, config.socket_mode) == (100 * GIB, 0o660)
     assert config.allowed_uids == (7, 8)
-    assert config.write_policy is WritePolicy.WRITE_THROUGH
+    assert config.write_policy is WritePolicy.WRITE_BACK
     first, second = config.quotas
     assert (first.tenant, first.host_floor_bytes, first.ttl_s) == ("acme", 8 * GIB, 86400)
     assert (second.namespace, second.nvme_ceiling_bytes) == ("a1", 50 * GIB)

@@ -132,7 +132,7 @@ class MovementSection:
 
     write_policy: Annotated[
         WritePolicy,
-        Key(choice(WritePolicy), WritePolicy.WRITE_BACK.value, "When host pages go to disk."),
+        Key(choice(WritePolicy), WritePolicy.WRITE_THROUGH.value, "When host pages go to disk."),
     ]
     selective_hits: Annotated[
         int, Key(_POSITIVE, "2", "Hits before write_through_selective writes a page.")
