@@ -5,7 +5,8 @@ queue that waits behind every request's reads) and never evicts: it ends when ho
 slot. Each page's end starts the next, so there is no thread and nothing polls.
 
 Invariants: at most WIDTH pages are under way; `done + under way` never exceeds the budget;
-finished once and for all when nothing is under way and nothing more will be started.
+finished once and for all when nothing is under way and nothing more will be started. Only then is
+the order in host put right: pages came hottest first, so the hottest would look the oldest.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
+from tierkv.storage.base import Tier
+from tierkv.storage.last_use import LastUse
 from tierkv.storage.policy import FrequencySketch
 from tierkv.storage.types import PageKey
 
@@ -46,7 +50,8 @@ class PreloadProgress:
 
 class Preload:
     """See the module docstring. Thread-safe. `start(key, on_end)` begins one page and calls
-    `on_end(arrived)` once if STARTED, with no lock held; `keys` are hottest first.
+    `on_end(arrived)` once if STARTED, with no lock held; `finish(arrived)` is called once, before
+    the preload is seen as finished; `keys` are hottest first.
     """
 
     def __init__(
@@ -54,16 +59,20 @@ class Preload:
         keys: Sequence[PageKey],
         page_bytes: int,
         start: Callable[[PageKey, Callable[[bool], None]], PreloadStart],
+        finish: Callable[[list[PageKey]], None] = lambda arrived: None,
     ) -> None:
         self._left = list(reversed(keys))
         self._total = len(keys)
         self._page_bytes = page_bytes
         self._start = start
+        self._finish = finish
+        self._arrived: list[PageKey] = []
         self._changed = threading.Condition()
         self._under_way = 0
-        self._done = 0
         self._stopped = False
         self._pumping = False
+        self._finishing = False
+        self._ended_all = False
 
     def begin(self) -> None:
         """Start the first pages. Once."""
@@ -72,35 +81,34 @@ class Preload:
     def progress(self) -> PreloadProgress:
         """How far it is. O(1)."""
         with self._changed:
-            done = self._done
-            return PreloadProgress(done, self._total, done * self._page_bytes, self._finished())
+            done = len(self._arrived)
+            return PreloadProgress(done, self._total, done * self._page_bytes, self._ended_all)
 
     def cancel(self) -> None:
         """Start no more pages; those under way arrive. Idempotent."""
         with self._changed:
             self._stopped = True
             self._left.clear()
-            self._changed.notify_all()
+        self._finish_once()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until finished; False past the timeout."""
         with self._changed:
-            return self._changed.wait_for(self._finished, max(0.0, timeout_s))
+            return self._changed.wait_for(lambda: self._ended_all, max(0.0, timeout_s))
 
     def check(self) -> None:
         """Assert the invariants. O(1)."""
         with self._changed:
             assert 0 <= self._under_way <= WIDTH, self._under_way
-            assert self._done + self._under_way + len(self._left) <= self._total, "too many pages"
+            assert len(self._arrived) + self._under_way + len(self._left) <= self._total, (
+                "too many pages"
+            )
 
-    def _finished(self) -> bool:
-        return self._under_way == 0 and not self._pumping and (self._stopped or not self._left)
-
-    def _ended(self, arrived: bool) -> None:
+    def _ended(self, key: PageKey, arrived: bool) -> None:
         with self._changed:
             self._under_way -= 1
-            self._done += arrived
-            self._changed.notify_all()
+            if arrived:
+                self._arrived.append(key)
         self._pump()
 
     def _pump(self) -> None:
@@ -110,13 +118,14 @@ class Preload:
                 return
             self._pumping = True
         while (key := self._next()) is not None:
-            started = self._start(key, self._ended)
+            started = self._start(key, partial(self._ended, key))
             if started is PreloadStart.STARTED:
                 continue
             with self._changed:
                 self._under_way -= 1
             if started is PreloadStart.STOP:
                 self.cancel()
+        self._finish_once()
 
     def _next(self) -> PageKey | None:
         """Take the next page and count it as under way; None ends the pumping."""
@@ -126,8 +135,17 @@ class Preload:
                 return self._left.pop()
             # Decided under the lock that _ended needs: nobody's end can fall between.
             self._pumping = False
-            self._changed.notify_all()
             return None
+
+    def _finish_once(self) -> None:
+        with self._changed:
+            if self._under_way or self._pumping or self._left or self._finishing:
+                return
+            self._finishing = True
+        self._finish(self._arrived)
+        with self._changed:
+            self._ended_all = True
+            self._changed.notify_all()
 
 
 def hottest_first(
@@ -141,3 +159,31 @@ def hottest_first(
             uses += [sketch.estimate(key) for key in keys[start : start + ESTIMATE_PAGES]]
     order = sorted(range(len(keys)), key=lambda index: -uses[index])
     return [keys[index] for index in order]
+
+
+class HostOrder:
+    """Puts pages that were preloaded below those in use, the hottest of them uppermost."""
+
+    def __init__(self, host: Tier, last_use: LastUse, lock: threading.RLock) -> None:
+        """Before the preload begins: what is used from now on was asked for. `lock` is the
+        store's and guards `last_use`.
+        """
+        self._host = host
+        self._last_use = last_use
+        self._lock = lock
+        self._began_s = last_use.now_s()
+
+    def restore(self, arrived: list[PageKey]) -> None:
+        """`arrived` hottest first. O(pages in host)."""
+        preloaded = set(arrived)
+        wanted = [key for key in arrived if self._asked_for(key)]
+        preloaded.difference_update(wanted)
+        order = [key for key in reversed(arrived) if key in preloaded]
+        order += [key for key in self._host.keys_of() if key not in preloaded]
+        for start in range(0, len(order), ESTIMATE_PAGES):
+            self._host.touch(order[start : start + ESTIMATE_PAGES])
+
+    def _asked_for(self, key: PageKey) -> bool:
+        with self._lock:
+            # Readings are whole seconds: a page used just before the preload may count as well.
+            return self._last_use.used_at_s(key) > self._began_s

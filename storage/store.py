@@ -42,7 +42,7 @@ from tierkv.storage.hotness_keeper import HotnessKeeper
 from tierkv.storage.mover import Mover, MoverLimits, Refusal
 from tierkv.storage.owners import Owners
 from tierkv.storage.policy import make_admission
-from tierkv.storage.preload import Preload, hottest_first
+from tierkv.storage.preload import HostOrder, Preload, hottest_first
 from tierkv.storage.promotion import Promoter
 from tierkv.storage.quota import Quota, QuotaBook, TierSize
 from tierkv.storage.reservation import TieredReservation
@@ -350,7 +350,8 @@ class TieredStore(PageStore):
         if self._lower is not None and budget_pages > 0:
             keys = self._lower.tier.keys_of()[-budget_pages:][::-1]
             keys = hottest_first(keys, self._hotness.sketch, self._lock)
-        self._preload = Preload(keys, self.page_bytes, self._promoter.preload)
+        order = HostOrder(self._host, self._hotness.last_use, self._lock)
+        self._preload = Preload(keys, self.page_bytes, self._promoter.preload, order.restore)
         self._preload.begin()
         return self._preload
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.clock import ManualClock
 from tests.support.memory_tier import MemoryHostTier, MemoryTier
 from tests.support.pages import page_keys, put_store, put_tier, take_content
 from tierkv.storage.base import Lease
+from tierkv.storage.clock import Clock
 from tierkv.storage.policy import FrequencySketch
 from tierkv.storage.preload import WIDTH, Preload, PreloadStart, hottest_first
 from tierkv.storage.store import StoreRules, TieredStore
@@ -35,11 +37,11 @@ class RecordingTier(MemoryTier):
 class Rig:
     """A store whose host is empty and whose nvme holds pages 0 to 9, 9 the most recent."""
 
-    def __init__(self, host_pages: int = 8) -> None:
+    def __init__(self, host_pages: int = 8, clock: Clock | None = None) -> None:
         self.host = MemoryHostTier(PAGE_BYTES, host_pages)
         self.nvme = RecordingTier(PAGE_BYTES, 32)
         put_tier(self.nvme, page_keys(*range(10)))
-        self.store = TieredStore(self.host, self.nvme, StoreRules())
+        self.store = TieredStore(self.host, self.nvme, StoreRules(), clock)
 
 
 @pytest.fixture
@@ -110,6 +112,24 @@ def test_a_request_can_wait_for_a_page_that_preload_brings(rig: Rig) -> None:
         assert lease.keys == page_keys(8, 9)
     assert preload.wait(WAIT_S)
     assert rig.nvme.calls["read"] == 2, "each page was read once"
+
+
+def test_what_was_preloaded_goes_before_what_was_asked_for() -> None:
+    clock = ManualClock()
+    rig = Rig(clock=clock)
+    put_store(rig.store, page_keys(20))
+    gate = rig.nvme.hold("read")
+    preload = rig.store.preload(4)
+    assert gate.entered.wait(WAIT_S)
+    clock.advance(2)
+    fetch = rig.store.fetch(page_keys(9), WAIT_S)
+    gate.release()
+    fetch.take(WAIT_S).release()
+    assert preload.wait(WAIT_S)
+    take_content(rig.store, page_keys(20))
+    assert set(rig.host.victims(3)) == set(page_keys(6, 7, 8))
+    assert rig.store.wait_quiet(WAIT_S)
+    rig.store.close()
 
 
 def test_cancel_ends_it_with_what_is_under_way(rig: Rig) -> None:
