@@ -66,7 +66,8 @@ class Preload:
         self._page_bytes = page_bytes
         self._start = start
         self._finish = finish
-        self._arrived: list[PageKey] = []
+        self._keys = list(keys)
+        self._arrived: set[PageKey] = set()
         self._changed = threading.Condition()
         self._under_way = 0
         self._stopped = False
@@ -100,15 +101,14 @@ class Preload:
         """Assert the invariants. O(1)."""
         with self._changed:
             assert 0 <= self._under_way <= WIDTH, self._under_way
-            assert len(self._arrived) + self._under_way + len(self._left) <= self._total, (
-                "too many pages"
-            )
+            under_way = self._under_way + len(self._left)
+            assert len(self._arrived) + under_way <= self._total, "too many pages"
 
     def _ended(self, key: PageKey, arrived: bool) -> None:
         with self._changed:
             self._under_way -= 1
             if arrived:
-                self._arrived.append(key)
+                self._arrived.add(key)
         self._pump()
 
     def _pump(self) -> None:
@@ -142,7 +142,8 @@ class Preload:
             if self._under_way or self._pumping or self._left or self._finishing:
                 return
             self._finishing = True
-        self._finish(self._arrived)
+        # Two reads at a time may end the other way round: the order is the one asked for.
+        self._finish([key for key in self._keys if key in self._arrived])
         with self._changed:
             self._ended_all = True
             self._changed.notify_all()
