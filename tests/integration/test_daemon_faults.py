@@ -447,6 +447,21 @@ def test_h1_stalled_disk_blocks_nobody(folder: Path) -> None:
         daemon.check()
 
 
+def test_h1_stop_ends_within_its_bound_on_a_stalled_disk(folder: Path) -> None:
+    values = small_config(folder, stop_s=2.0)
+    with DaemonProcess.started(values, FAULTY) as daemon:
+        with client_of(daemon) as client:
+            keys = [page_key(n) for n in range(4)]
+            assert daemon.tell("stall write") == "ok"
+            assert put_store(client, keys) == [CommitOutcome.COMMITTED] * 4
+            # The device holds its operation for longer than stop() waits here.
+            assert daemon.stop() == 0
+    assert "stuck in I/O" in daemon.notes or "durable=False" in daemon.notes, daemon.notes
+    with DaemonProcess.started(values) as again, client_of(again) as client:
+        assert take_content(client, keys) == 4
+        again.check()
+
+
 # --- raw sockets --------------------------------------------------------------------------
 
 

@@ -154,7 +154,7 @@ class DaemonConfig:
         self._check_ranges()
         if len(os.fsencode(self.socket_path)) > 107:
             raise ConfigError(
-                f"daemon: socket path {self.socket_path} is longer than the 107 bytes a unix "
+                f"daemon: socket_path {self.socket_path} is longer than the 107 bytes a unix "
                 "socket may have; choose a shorter one"
             )
         if self.http_host not in (None, "127.0.0.1", "::1", "localhost"):
