@@ -170,7 +170,6 @@ class DaemonProcess:
             if wanted(found):
                 return found
             assert time.monotonic() < deadline, f"never came true: {what}: {found}"
-            time.sleep(0.01)
 
     def kill(self) -> None:
         """kill -9."""

@@ -65,11 +65,18 @@ def me() -> Peer:
     return Peer(os.getpid(), os.getuid(), os.pidfd_open(os.getpid()))
 
 
+async def one_turn() -> None:
+    """Let the loop do what is due."""
+    turned = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(turned.set_result, None)
+    await turned
+
+
 async def until(what: object, *, seconds: float = WAIT_S) -> None:
     """Let the loop run until `what()` is true, within a bound."""
     async with asyncio.timeout(seconds):
         while not what():  # type: ignore[operator]
-            await asyncio.sleep(0)
+            await one_turn()
 
 
 async def test_l2_released_reservation_is_free_at_once(pages: PageClass) -> None:
@@ -181,7 +188,7 @@ async def test_l2_random_use_conserves_slots(pages: PageClass) -> None:
                 sessions[sessions.index(session)] = bench.session(me(), Mode.STREAM)
         except ProtocolError as error:
             assert error.code == WireCode.LIMIT
-        await asyncio.sleep(0)
+        await one_turn()
         for each in sessions:
             each.check()
         assert bench.reserved == sum(each.reserved_pages for each in sessions)
