@@ -1,0 +1,143 @@
+"""The guides: every command in them exists with its options; keys and metrics are real."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import typer.main
+
+from tests.unit.test_config_loading import FakeMachine
+from tierkv.cli.main import app
+from tierkv.config import schema
+from tierkv.config.loading import load
+from tierkv.config.sources import variable_of
+from tierkv.daemon import metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDES = [ROOT / "docs/guides/sidecar.md", ROOT / "docs/guides/operations.md"]
+PACKAGING = ROOT / "packaging"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OTHERS = {"install", "systemctl", "systemd-sysusers", "curl"}
+
+
+def blocks(guide: Path, kind: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(guide.read_text()) if found == kind]
+
+
+COMMANDS = [
+    line.removeprefix("$ ")
+    for guide in GUIDES
+    for block in blocks(guide, "console")
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse one command line as the program would, and run nothing."""
+    command = typer.main.get_command(app)
+    name, context = "tierkv", None
+    while True:
+        context = command.make_context(name, arguments, parent=context)
+        if not hasattr(command, "resolve_command"):
+            return
+        rest = [*getattr(context, "_protected_args", []), *context.args]
+        name, command, arguments = command.resolve_command(context, rest)
+        assert command is not None
+
+
+def test_there_are_commands() -> None:
+    assert len(COMMANDS) > 20
+    used = {shlex.split(command)[1] for command in COMMANDS if command.startswith("tierkv")}
+    assert used >= {"serve", "config", "top", "ls", "drop", "drain", "fsck", "explain", "stat"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_of_the_guides_exist(command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program != "tierkv":
+        assert program in OTHERS
+        for argument in arguments:
+            assert not argument.startswith("packaging/") or (ROOT / argument).is_file()
+        return
+    parse(arguments)
+
+
+def test_the_parser_of_this_test_sees_mistakes() -> None:
+    for wrong in (["nothing"], ["top", "--no-such-option"], ["serve", "--host-sise", "1"]):
+        with pytest.raises(typer.BadParameter.__mro__[2]):  # type: ignore[arg-type]
+            parse(wrong)
+
+
+@pytest.mark.parametrize("text", [text for guide in GUIDES for text in blocks(guide, "yaml")])
+def test_yaml_of_the_guides_is_a_configuration(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tierkv.yaml"
+    # Names of users and groups are the reader's.
+    file.write_text(text.replace("vllm", "root"))
+    assert load(file, {}, {}, FakeMachine()).mistakes == ()
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_keys_variables_and_metrics_of_the_guides_exist(guide: Path) -> None:
+    text = guide.read_text()
+    sections = "|".join(schema.SECTIONS)
+    for key in re.findall(rf"`((?:{sections})\.[a-z_]+)`", text):
+        assert schema.find(key) is not None, key
+    known = {variable_of(name) for name, _ in schema.all_keys()} | {"TIERKV_CONFIG"}
+    for variable in re.findall(r"TIERKV_[A-Z_]*[A-Z]", text):
+        assert any(name.startswith(variable) for name in known), variable
+    source = Path(metrics.__file__).read_text()
+    for name in re.findall(r"`(tierkv_[a-z_]+)`", text):
+        base = name.removesuffix("_total")
+        last = base.removeprefix("tierkv_").removeprefix("tier_")
+        assert f'"{base}"' in source or f'"{last}"' in source, name
+
+
+def test_links_lead_somewhere() -> None:
+    for guide in GUIDES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", guide.read_text()):
+            assert (guide.parent / target).is_file(), target
+
+
+# packaging
+
+
+def test_the_example_is_a_configuration() -> None:
+    result = load(PACKAGING / "tierkv.yaml", {}, {}, FakeMachine())
+    assert result.mistakes == ()
+    assert result.settings().daemon.socket == Path("/run/tierkv/tierkv.sock")
+
+
+def test_the_unit_starts_what_there_is() -> None:
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(PACKAGING / "tierkv.service")
+    service = unit["Service"]
+    assert (service["Type"], service["LimitMEMLOCK"]) == ("notify", "infinity")
+    assert service["RuntimeDirectory"] == "tierkv" and int(service["WatchdogSec"]) > 0
+    command = shlex.split(service["ExecStart"])
+    assert command[:3] == ["/usr/bin/env", "tierkv", "serve"]
+    parse(command[2:])
+    settings = load(PACKAGING / "tierkv.yaml", {}, {}, FakeMachine()).settings()
+    assert int(service["TimeoutStopSec"]) > settings.daemon.stop, "killed before it has flushed"
+    assert settings.nvme.directory == Path("/var/cache") / service["CacheDirectory"]
+    assert settings.daemon.socket.parent == Path("/run") / service["RuntimeDirectory"]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_accepts_the_unit() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(PACKAGING / "tierkv.service")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    about_it = [line for line in done.stderr.splitlines() if "tierkv.service" in line]
+    assert (done.returncode, about_it) == (0, [])
