@@ -90,6 +90,7 @@ class EngineCore:
                 deadline_s=config.restore_deadline_s,
                 loads_max=config.max_running,
                 chunk_tokens=config.max_batch_tokens,
+                mode=config.restore,
                 wake=wake,
             )
         limits = SchedulerLimits(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tierkv.engine.cache.prefix_cache import PrefixCacheStats
 from tierkv.engine.serve.offload import OffloadStats
-from tierkv.engine.serve.restore import RestoreStats
+from tierkv.engine.serve.restore import RestoreMode, RestoreStats
 from tierkv.engine.serve.scheduler import SchedulePolicy
 from tierkv.storage.base import PageStore, StoreStats
 from tierkv.storage.identity import Fingerprint
@@ -52,6 +52,9 @@ class EngineConfig:
     write_policy: WritePolicy | None = None
     """When computed pages are copied below the pool; None: the rule of `store`."""
     tenant: str = ""
+    restore: RestoreMode = RestoreMode.AUTO
+    calibration_dir: Path | None = None
+    """Folder where the restore planner keeps what it learned; None: it learns anew each time."""
     restore_deadline_s: float = 10.0
     """A prefix that has not come by then is computed."""
     request_timeout_s: float = 600.0

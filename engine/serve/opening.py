@@ -10,9 +10,11 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from tierkv.engine.serve.calibration import calibration_file, recall, remember
 from tierkv.engine.serve.chat import ChatTemplate
 from tierkv.engine.serve.core import EngineCore, Tiers
 from tierkv.engine.serve.engine_config import EngineConfig
@@ -54,6 +56,8 @@ class EngineParts:
     own_store: PageStore | None
     """Opened here, closed by close(); None when it was borrowed or there is none."""
     settings: EngineConfig
+    calibration: Path | None
+    """Where to keep what the restore planner learned."""
     _template: ChatTemplate | None = None
     _namespaces: dict[str, NamespaceId] = field(default_factory=dict)
 
@@ -75,6 +79,8 @@ class EngineParts:
 
     def close(self) -> None:
         """Close copies and store. The engine thread has ended."""
+        if self.calibration is not None and self.core.restore is not None:
+            remember(self.calibration, self.core.restore)
         if self.transfer is not None:
             self.transfer.close()
         if self.own_store is not None:
@@ -127,8 +133,12 @@ def open_parts(
         if own is not None:
             own.close()
         raise
+    kept = None
+    if config.calibration_dir is not None and core.restore is not None:
+        kept = calibration_file(namespace(fingerprint), device, config.calibration_dir)
+        recall(kept, core.restore)
     return EngineParts(
-        model_config, max_context, tokenizer, core, fingerprint, transfer, own, config
+        model_config, max_context, tokenizer, core, fingerprint, transfer, own, config, kept
     )
 
 

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from tierkv.engine.cache.node import PageArray
 from tierkv.engine.cache.prefix_cache import NO_PAGES, PrefixCache
@@ -40,7 +41,7 @@ PROBE_EVERY = 16
 RECHECK_S_MIN = 0.005
 
 
-class RestoreMode:
+class RestoreMode(StrEnum):
     """How a missing prefix is brought back. AUTO is for serving, the others for measuring."""
 
     AUTO = "auto"
@@ -84,6 +85,7 @@ class Restore:
         deadline_s: float,
         loads_max: int,
         chunk_tokens: int,
+        mode: RestoreMode,
         wake: Callable[[], None],
     ) -> None:
         self._cache = cache
@@ -94,7 +96,7 @@ class Restore:
         self._loads_max = loads_max
         self._chunk_tokens = chunk_tokens
         self._wake = wake
-        self.mode = RestoreMode.AUTO
+        self.mode = mode
         self.cost = PrefillCost()
         self.rates: dict[TierName, LoadRate] = {}
         self._loads: dict[int, Load] = {}

@@ -21,6 +21,7 @@ from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.request import RequestOutput
+from tierkv.engine.serve.restore import RestoreMode
 from tierkv.engine.serve.sampler import SamplingParams, SamplingState
 from tierkv.models import bundled_gguf, default_model_cache
 from tierkv.scenario import system_prompt
@@ -146,6 +147,8 @@ def peer(
         num_pages=400,
         device="cpu",
         max_batch_tokens=256,
+        # Where each page came from is part of what is tested: the plan must not choose.
+        restore=RestoreMode.LOAD,
         store=StoreConfig(
             page_bytes=1,
             host_bytes=400 << 20,

@@ -160,10 +160,10 @@ class _Offload:
             row[f"{tier}_combined_s"] = self._median(tokens, RestoreMode.AUTO, tier, rounds)
         return row
 
-    def _median(self, tokens: int, mode: str, tier: TierName, rounds: int) -> float:
+    def _median(self, tokens: int, mode: RestoreMode, tier: TierName, rounds: int) -> float:
         return statistics.median(self._time(tokens, mode, tier) for _ in range(rounds))
 
-    def _time(self, tokens: int, mode: str, tier: TierName) -> float:
+    def _time(self, tokens: int, mode: RestoreMode, tier: TierName) -> float:
         """Time to first token with the prefix in `tier` only."""
         self._engine.drop_gpu_cache()
         if tier is TierName.NVME:

@@ -17,6 +17,7 @@ from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.request import RequestOutput
+from tierkv.engine.serve.restore import RestoreMode
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.models import bundled_gguf, default_model_cache
 from tierkv.scenario import system_prompt
@@ -44,7 +45,8 @@ def run(quick: bool, model: Path | None = None, directory: Path | None = None) -
             nvme_bytes=2 << 30,
             rules=StoreRules(write_policy=WritePolicy.WRITE_THROUGH),
         )
-        with Engine.open(EngineConfig(model=folder, store=store)) as engine:
+        config = EngineConfig(model=folder, store=store, restore=RestoreMode.LOAD)
+        with Engine.open(config) as engine:
             return _Restore(engine, rounds).measure()
 
 

@@ -51,7 +51,10 @@ def bench(
     ] = None,
     as_json: shared.JsonOption = False,
 ) -> int:
-    """Measure: radix, tier, engine, restore, offload or daemon. Exits 0 when it measured, whatever the figures."""
+    """Measure: radix, tier, engine, restore, offload or daemon.
+
+    Exits 0 when it measured, whatever the figures.
+    """
     run: Callable[..., BenchReport] = importlib.import_module(f"tierkv.bench.{name.value}").run
     rate = None if throttle is None else bandwidth(throttle, "--throttle")
     given = {"model": model, "directory": directory, "throttle": rate, "output": output}

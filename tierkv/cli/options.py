@@ -269,6 +269,7 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
     opener = store_opener_from_options(cache)
     store = store_config_from_options(cache)
 
+    from tierkv.engine.serve.calibration import default_folder
     from tierkv.engine.serve.engine_config import EngineConfig
     from tierkv.engine.serve.scheduler import SchedulePolicy
     from tierkv.storage.policy import WritePolicy
@@ -287,6 +288,7 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
         store=store,
         open_store=opener,
         write_policy=WritePolicy(cache.policy),
+        calibration_dir=default_folder(),
     )
 
 
