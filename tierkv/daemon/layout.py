@@ -154,8 +154,7 @@ class InstanceLock:
             if not try_lock(fd):
                 owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
                 raise DirectoryInUseError(
-                    f"start daemon: {subject} is in use by process {owner}; "
-                    "stop it or choose another"
+                    f"start daemon: {subject}: in use by process {owner}; stop it or choose another"
                 )
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
