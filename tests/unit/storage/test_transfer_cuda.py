@@ -170,6 +170,26 @@ def test_w1_pages_come_back_bit_for_bit_by_every_way(
     assert runtime.registered == {}
 
 
+@pytest.mark.parametrize("layers", [1, 16])
+def test_p3_a_group_of_pages_is_one_launch_however_many_layers(
+    runtime: FakeRuntime, on_cpu: KernelOnCpu, monkeypatch: pytest.MonkeyPatch, layers: int
+) -> None:
+    fake = FakeKernels(on_cpu)
+    monkeypatch.setattr(cuda.CudaOps, "_load_kernels", lambda ops: fake)
+    transfer = StreamTransfer(cuda.CudaOps(torch.randn(layers, 2, 40, 4, 2, 8)))
+    memory = np.zeros((30, transfer.page_bytes), np.uint8)
+    transfer.register(memoryview(memory.data).cast("B"))
+    views = [memoryview(row.data) for row in memory]
+    # Staged, the kernel is the same; beside it there is one copy of a run of adjacent pages.
+    for method in ("kernel", "copies"):
+        transfer.ops.choose(method, method)
+        fake.launched.clear()
+        assert transfer.gather(list(range(30)), views).wait(DEADLINE_S)
+        assert transfer.scatter(views, list(range(30))).wait(DEADLINE_S)
+        assert fake.launched == ["tierkv_gather_16", "tierkv_scatter_16"]
+    transfer.close()
+
+
 def test_adjacent_pages_travel_in_one_copy() -> None:
     runs = list(cuda.host_runs([1000, 1100, 1200, 1400, 1500, 1000], 100, 7))
     assert [run for run, _ in runs] == [slice(0, 3), slice(3, 5), slice(5, 6)]
