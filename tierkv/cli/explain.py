@@ -26,7 +26,6 @@ from tierkv.cli.operator import DaemonSocket, Endpoint, SocketOption, endpoint, 
 from tierkv.storage.errors import ConfigError, TierKVError
 
 if TYPE_CHECKING:
-    from tierkv.engine.serve.tokenizer import Tokenizer
     from tierkv.storage.identity import Fingerprint
     from tierkv.storage.types import PageKey
 
@@ -93,6 +92,9 @@ def explain(
         str | None,
         typer.Option("--against", help="A second prompt (or token ids with --tokens), or @FILE."),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompts into the model's chat template.")
+    ] = False,
     page_tokens: shared.PageTokensOption = 16,
     device: shared.DeviceOption = shared.DeviceChoice.AUTO,
     tenant: Annotated[str, typer.Option("--tenant", help="The engine's tenant.")] = "",
@@ -108,11 +110,11 @@ def explain(
     with spinner("explain"):
         folder = shared.resolve(model)
         fingerprint = _fingerprint(folder, device.value, page_tokens, tenant, cache_salt)
-        ids = _ids(folder, prompt, tokens)
+        ids = _ids(folder, prompt, tokens, chat)
         other = None
         if against is not None:
-            by_prompt = prompt is not None
-            other = _ids(folder, against if by_prompt else None, None if by_prompt else against)
+            other_prompt, other_tokens = (against, None) if prompt is not None else (None, against)
+            other = _ids(folder, other_prompt, other_tokens, chat)
         found = examine(where, Question(fingerprint, ids, other))
     if as_json:
         write_json({**dataclasses.asdict(found), "hit_tokens": found.hit_tokens})
@@ -142,17 +144,21 @@ def _fingerprint(
     )
 
 
-def _ids(folder: Path, prompt: str | None, tokens: str | None) -> list[int]:
+def _ids(folder: Path, prompt: str | None, tokens: str | None, chat: bool) -> list[int]:
+    """Token ids of a prompt as the engine would encode it, or as they are given."""
     if prompt is not None:
+        from tierkv.engine.serve.chat import ChatTemplate
         from tierkv.engine.serve.tokenizer import Tokenizer
 
-        tokenizer: Tokenizer = Tokenizer.from_folder(folder)
-        return tokenizer.encode(read_prompt(prompt))
+        text = read_prompt(prompt)
+        if chat:
+            text = ChatTemplate.from_folder(folder).render([{"role": "user", "content": text}])
+        return Tokenizer.from_folder(folder).encode(text, add_special_tokens=not chat)
     text = read_prompt(tokens or "")
     parts = text.replace(",", " ").replace("[", " ").replace("]", " ").split()
-    if not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
-        wrong = next(part for part in parts if not part.isascii() or not part.isdigit())
-        raise ConfigError(f"--tokens: expected token ids such as 1,2,3, got {wrong[:20]!r}")
+    for part in parts:
+        if not part.isascii() or not part.isdigit() or len(part) > 10:
+            raise ConfigError(f"--tokens: expected token ids such as 1,2,3, got {part[:20]!r}")
     return [int(part) for part in parts]
 
 
@@ -278,7 +284,10 @@ def _show_hit(found: Explanation) -> None:
             f"hit: all {found.pages:,} pages ({tiers}); {rest} tokens after them fill no page"
         )
         return
-    write_line(f"hit: the first {found.hit_tokens:,} tokens ({tiers or 'no page'})")
+    if found.hit_pages:
+        write_line(f"hit: the first {found.hit_tokens:,} tokens ({tiers})")
+    else:
+        write_line("miss: the daemon knows the namespace, but not this prompt's first page")
     end = found.hit_tokens + found.page_tokens
     write_line(
         f"first missing page: number {found.hit_pages}, tokens {found.hit_tokens} to {end - 1}"

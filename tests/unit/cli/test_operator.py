@@ -27,6 +27,7 @@ from tierkv.storage.types import CommitOutcome, pack_tokens
 
 # The package's attribute of the same name may be the command.
 drain_module = import_module("tierkv.cli.drain")
+explain_module = import_module("tierkv.cli.explain")
 drop_module = import_module("tierkv.cli.drop")
 
 PAGE_BYTES = 12288
@@ -259,6 +260,49 @@ def test_explain_says_where_the_chain_ends(
     assert code == 0 and json.loads(out)["pages"] == 0
 
 
+def test_explain_reads_a_chat_as_the_engine_does(
+    cli: Cli, daemon: Running, fingerprint: Fingerprint, tiny: Path
+) -> None:
+    store(daemon, fingerprint, 1)
+    base = ("explain", "--model", tiny, "--device", "cpu", "--tenant", "acme", "--json")
+    plain, chat = (
+        json.loads(cli(*base, "--prompt", "hello", "--against", "hello there", *more)[1])
+        for more in ((), ("--chat",))
+    )
+    assert chat["tokens"] > plain["tokens"]
+    assert chat["against"]["first_different_token"] is not None
+    found = json.loads(cli(*base, "--chat", "--prompt", "x" * 99)[1])
+    assert (found["held"], found["hit_pages"]) == (True, 0)
+    out = cli(*base[:-1], "--prompt", "x" * 99)[1]
+    assert "miss: the daemon knows the namespace, but not this prompt's first page" in out
+
+
+def test_explain_tells_when_a_page_left(
+    cli: Cli,
+    daemon: Running,
+    fingerprint: Fingerprint,
+    tiny: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store(daemon, fingerprint, 3)
+    missing = page_keys(namespace(fingerprint), pack_tokens(TOKENS), STEP)[3]
+    asked: list[str] = []
+
+    def answer(where: object, path: str) -> object:
+        asked.append(path)
+        return {"evictions": [{"tier": "host", "wall_s": 0.0, "reason": "room"}]}
+
+    monkeypatch.setattr(explain_module, "http_json", answer)
+    arguments = ("explain", "--model", tiny, "--device", "cpu", "--tenant", "acme", "--tokens")
+    out = cli(*arguments, ",".join(map(str, TOKENS)))[1]
+    assert asked == [f"/evictions?key={missing.hex()}"]
+    assert "left host at 19" in out and "room" in out
+    monkeypatch.setattr(explain_module, "http_json", lambda *_: {"evictions": []})
+    assert "never committed, or evicted longer ago" in cli(*arguments, "0 " * 99)[1]
+    monkeypatch.setattr(explain_module, "http_json", lambda *_: None)
+    assert "whether it was evicted is not known" in cli(*arguments, "0 " * 99)[1]
+
+
 def test_explain_refuses_bad_input(cli: Cli, tiny: Path, tmp_path: Path) -> None:
     base = ("explain", "--model", tiny, "--socket", tmp_path / "none")
     refused(cli(*base), 2, "--prompt or --tokens")
@@ -266,6 +310,7 @@ def test_explain_refuses_bad_input(cli: Cli, tiny: Path, tmp_path: Path) -> None
     refused(cli(*base, "--tokens", "1,x"), 2, "token ids", "'x'")
     refused(cli(*base, "--tokens", "1", "--page-tokens", "99"), 2, "1 to 64")
     refused(cli(*base, "--tokens", "9999999999"), 2, "token ids")
+    refused(cli(*base, "--tokens", "9" * 30), 2, "token ids")
     refused(cli(*base, "--tokens", "1"), 1, "is tierkv serve running")
 
 
