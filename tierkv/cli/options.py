@@ -107,12 +107,8 @@ NvmeOption = Annotated[
     ),
 ]
 WritePolicyOption = Annotated[
-    WritePolicyChoice | None,
-    typer.Option(
-        "--write-policy",
-        help="When pages go to the tier below. Default: write_back, or write_through with --store.",
-        show_default=False,
-    ),
+    WritePolicyChoice,
+    typer.Option("--write-policy", help="When pages go to the tier below."),
 ]
 AdmissionOption = Annotated[
     AdmissionChoice, typer.Option("--admission", help="Which pages may go to disk.")
@@ -137,8 +133,8 @@ class CacheOptions:
     host_arena: Path | None = None
     nvme_dir: Path | None = None
     nvme: str | None = None
-    write_policy: str | None = None
-    """None: write_back; to a daemon write_through, so that other workers find pages at once."""
+    write_policy: str = "write_through"
+    """By default pages go down as soon as they are computed: a kill or a reboot finds them."""
     admission: str = "hotness"
     store: str | None = None
 
@@ -163,14 +159,6 @@ class CacheOptions:
     def keeps_files(self) -> bool:
         """True when this process opens files or folders for pages."""
         return self.host_arena is not None or self.nvme_dir is not None
-
-    @property
-    def policy(self) -> str:
-        """The write policy in force."""
-        default = WritePolicyChoice.WRITE_BACK
-        if self.store is not None:
-            default = WritePolicyChoice.WRITE_THROUGH
-        return self.write_policy or default.value
 
     @property
     def nvme_bytes(self) -> int:
@@ -215,7 +203,7 @@ def store_config_from_options(cache: CacheOptions) -> StoreConfig | None:
         nvme_root=cache.nvme_dir,
         nvme_bytes=nvme_bytes,
         rules=StoreRules(
-            write_policy=WritePolicy(cache.policy),
+            write_policy=WritePolicy(cache.write_policy),
             admission=AdmissionName(cache.admission),
         ),
     )
@@ -287,7 +275,7 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
         threads=options.threads,
         store=store,
         open_store=opener,
-        write_policy=WritePolicy(cache.policy),
+        write_policy=WritePolicy(cache.write_policy),
         calibration_dir=default_folder(),
     )
 

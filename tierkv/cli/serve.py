@@ -88,7 +88,7 @@ def serve(
     host_arena: shared.HostArenaOption = None,
     nvme_dir: shared.NvmeDirOption = None,
     nvme: shared.NvmeOption = None,
-    write_policy: shared.WritePolicyOption = None,
+    write_policy: shared.WritePolicyOption = shared.WritePolicyChoice.WRITE_THROUGH,
     admission: shared.AdmissionOption = shared.AdmissionChoice.HOTNESS,
     max_context: shared.MaxContextOption = None,
     device: shared.DeviceOption = shared.DeviceChoice.AUTO,
