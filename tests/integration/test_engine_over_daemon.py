@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,12 @@ from tierkv.cli.options import CacheOptions, EngineOptions, engine_config_from_o
 from tierkv.client import Client, ClientSettings
 from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
+from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.request import RequestOutput
+from tierkv.engine.serve.restore import RestoreMode
 from tierkv.engine.serve.sampler import SamplingParams
+from tierkv.models import bundled_gguf, default_model_cache
+from tierkv.scenario import system_prompt
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.identity import Fingerprint
 from tierkv.storage.policy import WritePolicy
@@ -167,3 +172,19 @@ def test_options_name_the_daemon(model: Path, tmp_path: Path) -> None:
     for bad in (CacheOptions(store="tcp:1"), CacheOptions(store=address, host="1GiB")):
         with pytest.raises(ConfigError):
             engine_config_from_options(engine, bad)
+
+
+def test_w1_smollm2_on_two_engines_and_one_daemon(tmp_path: Path, start: Start) -> None:
+    start()
+    folder = resolve_model(bundled_gguf(), default_model_cache())
+    settings = replace(config(folder, tmp_path), num_pages=60, restore=RestoreMode.LOAD)
+    with Engine.open(settings) as first:
+        prompt = first.tokenizer.encode(system_prompt(8))[:600]
+        cold = first.generate([prompt], PARAMS)[0]
+        assert cold.cached.total == 0
+        store_all(first)
+        with Engine.open(settings) as second:
+            output = second.generate([prompt], PARAMS)[0]
+            assert output.cached.host == (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS
+            assert output.token_ids == cold.token_ids
+            second.check()
