@@ -213,9 +213,8 @@ class TieredStore(PageStore):
         if lower is None:
             return self._nvme_fault is None
         deadline = self._clock.monotonic() + deadline_s
-        with self._lock:
-            stats = self._host.stats()
-            keys = [*self._host.victims(stats.capacity_pages), *self._pins]
+        # Leased pages too: a copy that is under way now may fail yet.
+        keys = self._host.keys_of()
         there = lower.holds(keys)
         # What is written now must not displace the copies that host pages have there already.
         lower.tier.touch([key for key, found in zip(keys, there, strict=True) if found])

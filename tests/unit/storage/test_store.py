@@ -260,6 +260,25 @@ def test_flush_says_when_a_page_could_not_be_written(make_rig: RigMaker) -> None
     assert rig.store.flush(WAIT_S)
 
 
+def test_flush_counts_copies_that_fail_while_it_waits(make_rig: RigMaker) -> None:
+    """The mover holds these pages when flush looks for what it has to copy."""
+    rig = make_rig(THROUGH)
+    rig.nvme.fail_next("write", *[TierIOError("write: EIO")] * 100)
+    writes = rig.hold("write")
+    put_store(rig.store, page_keys(0, 1, 2, 3))
+    assert writes.entered.wait(WAIT_S)
+    looked = rig.hold("touch")
+    said: list[bool] = []
+    flush = threading.Thread(target=lambda: said.append(rig.store.flush(WAIT_S)))
+    flush.start()
+    assert looked.entered.wait(WAIT_S)
+    writes.release()
+    looked.release()
+    flush.join(WAIT_S)
+    assert rig.nvme.stats().committed_pages == 0
+    assert said == [False], "flush said that pages are safe which nvme never got"
+
+
 # --- fetching ------------------------------------------------------------------------------
 
 
