@@ -198,13 +198,13 @@ class PagePool:
         """Give USED pages back.
 
         Asserts on a double free, a COPYING, a read or a foreign page."""
-        self.check_writable(pages)
+        self._check_unread(pages)
         self._move(pages, USED, FREE, "free")
         self._free_count += len(pages)
 
     def begin_copy(self, pages: PageArray | Sequence[int]) -> PagesInCopy:
         """Mark USED pages as being copied: nobody can free them until finish_copy()."""
-        self.check_writable(pages)
+        self._check_unread(pages)
         self._move(pages, USED, COPYING, "begin_copy")
         self._copying_count += len(pages)
         return self._begin(pages, reads=False)
@@ -251,7 +251,17 @@ class PagePool:
         self._tied.append(copy)
 
     def check_writable(self, pages: PageArray | Sequence[int]) -> None:
-        """Assert that no copy reads these pages. For whoever is about to write or free them."""
+        """Assert that no copy reads or writes these pages: a forward pass is about to.
+
+        O(1) while no copy is under way.
+        """
+        self._check_unread(pages)
+        if self._copying_count:
+            indexes = self._indexes(pages)
+            copied = indexes[self._array[indexes] == COPYING]
+            assert copied.size == 0, f"pages {copied[:8].tolist()} are under copy"
+
+    def _check_unread(self, pages: PageArray | Sequence[int]) -> None:
         if self._reading_count:
             indexes = self._indexes(pages)
             read = indexes[self._readers[indexes] > 0]

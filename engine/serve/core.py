@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from tierkv.engine.cache.node import Evicted, PageArray
 from tierkv.engine.cache.page_pool import PagePool
 from tierkv.engine.cache.prefix_cache import PrefixCache
@@ -279,10 +281,20 @@ class EngineCore:
                     no_logits=not each.wants_token,
                 )
             )
+        self._check_writable(work)
         logits = self._runner.run(inputs)
         wanting = [each.request for each in work if each.wants_token]
         tokens = self._sampler.sample(logits, [request.sampling for request in wanting])
         return {request.request_id: token for request, token in zip(wanting, tokens, strict=True)}
+
+    def _check_writable(self, work: list[Work]) -> None:
+        """Assert that no copy reads or writes the pages that a pass is about to write."""
+        size = self._config.page_tokens
+        written = []
+        for each in work:
+            assert each.request.table is not None
+            written.append(each.request.table.pages[each.start // size : -(-each.end // size)])
+        self.cache.pool.check_writable(np.concatenate(written))
 
     def _close_ended(self) -> None:
         """Tell the sinks of requests that have ended."""

@@ -21,9 +21,10 @@ from enum import IntEnum
 import numpy as np
 
 from tierkv.engine.cache.node import PageArray
+from tierkv.engine.cache.page_pool import PagesInCopy
 from tierkv.engine.serve.request import Request
 from tierkv.storage.base import Fetch, PageLease
-from tierkv.storage.transfer.base import CopyEvent
+from tierkv.storage.transfer.base import LayeredCopy
 from tierkv.storage.types import TierName
 
 
@@ -47,9 +48,11 @@ class Segment:
     done_s: float | None = None
     """When the fetch ended; set by whichever thread ended it."""
     lease: PageLease | None = None
-    event: CopyEvent | None = None
+    event: LayeredCopy | None = None
     copied: list[int] = field(default_factory=list)
     """Page numbers under copy."""
+    held: PagesInCopy | None = None
+    """The pool pages of `copied`: nobody else can free or write them before the copy's end."""
 
 
 class Load:

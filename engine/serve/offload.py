@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.engine.cache.node import Evicted, Match, NodeRef, PageArray, TierSet
+from tierkv.engine.cache.page_pool import PagesInCopy
 from tierkv.engine.cache.prefix_cache import NO_PAGES, PrefixCache
 from tierkv.storage.base import PageStore, StoreReservation
 from tierkv.storage.errors import TierError
@@ -46,8 +47,8 @@ class _Copy:
 
     keys: list[PageKey]
     reservation: StoreReservation
-    evicted_pages: PageArray
-    """Pages in state COPYING, freed when the copy ends; empty when the tree keeps them."""
+    pages: PagesInCopy
+    """Evicted pages, which only this copy can free; or pages of the tree that it only reads."""
     hold: NodeRef | None
     """Lock on the prefix when the pages stay in the tree."""
     first_token: int
@@ -178,13 +179,12 @@ class Offload:
             if hold is not None:
                 self._cache.unlock(hold)
             return 0
-        pages = pages[:count]
-        if hold is None:
-            self._cache.pool.begin_copy(pages)
-        copy = _Copy(keys[:count], reservation, NO_PAGES if hold else pages, hold, first_token)
+        pool = self._cache.pool
+        begin = pool.begin_copy if hold is None else pool.begin_read
+        copy = _Copy(keys[:count], reservation, begin(pages[:count]), hold, first_token)
         self._under_way.append(copy)
         self._in_flight += count
-        event = self._transfer.gather(pages.tolist(), reservation.views)
+        event = self._transfer.gather(copy.pages, reservation.views)
         event.add_done_callback(lambda done: self._commit(copy, done))
         return count
 
@@ -207,13 +207,12 @@ class Offload:
         self._in_flight -= len(copy.keys)
         self._copied += copy.committed
         self._failed += len(copy.keys) - copy.committed
+        self._cache.pool.finish_copy(copy.pages, free=copy.hold is None)
         if copy.hold is not None:
             node = copy.hold.node
             if copy.committed == len(copy.keys) and node.start >= copy.first_token:
                 self._cache.tree.set_tiers(node, node.tiers | TierSet.HOST)
             self._cache.unlock(copy.hold)
-        else:
-            self._cache.pool.finish_copy(copy.evicted_pages, free=True)
 
 
 def split_keys(packed: bytes) -> list[PageKey]:

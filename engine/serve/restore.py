@@ -101,7 +101,8 @@ class Restore:
         self.rates: dict[TierName, LoadRate] = {}
         self._loads: dict[int, Load] = {}
         self._plans: dict[int, tuple[Plan, float]] = {}
-        self._orphans: list[tuple[Segment, PageArray]] = []
+        self._orphans: list[Segment] = []
+        """Segments of ended requests whose copies still write."""
         self._rejected_in_a_row = 0
         self._counts = Counter[str]()
         self._expected_s = 0.0
@@ -230,16 +231,14 @@ class Restore:
             return NO_PAGES
         load.give_up()
         held = load.copying_pages()
-        for segment in load.under_way:
-            assert load.pages is not None
-            self._orphans.append((segment, load.pages[segment.copied]))
+        self._orphans.extend(load.under_way)
         return held
 
     def close(self, timeout_s: float) -> None:
         """End all loads and wait for the copies under way, each at most `timeout_s`."""
         for load in list(self._loads.values()):
             self.detach(load.request)
-        for segment, _ in self._orphans:
+        for segment in self._orphans:
             assert segment.event is not None
             segment.event.wait(timeout_s)
         self._free_orphans()
@@ -270,7 +269,7 @@ class Restore:
             failed=self._counts["failed"],
             outright=self._counts["outright"],
             active=len(self._loads),
-            orphaned_pages=sum(len(pages) for _, pages in self._orphans),
+            orphaned_pages=sum(len(segment.copied) for segment in self._orphans),
             expected_s=self._expected_s,
             taken_s=self._taken_s,
         )
@@ -388,21 +387,20 @@ class Restore:
         segment.copied = numbers
         for number in numbers:
             load.set(number, PageState.COPYING)
-        target = load.pages[numbers]
-        self._cache.pool.begin_copy(target)
+        segment.held = self._cache.pool.begin_copy(load.pages[numbers])
         views = [lease.views[number - segment.first] for number in numbers]
-        segment.event = self._transfer.scatter(views, target.tolist())
+        segment.event = self._transfer.scatter(views, segment.held)
         segment.event.add_done_callback(lambda _: self._wake())
 
     def _arrived(self, load: Load, segment: Segment) -> None:
         """The copy of a segment ended."""
         assert segment.event is not None
         assert segment.lease is not None
-        assert load.pages is not None
+        assert segment.held is not None
         # Asked after the copy: a lease can end on its own while the bytes are read.
         failed = segment.event.error is not None or not segment.lease.intact
         segment.lease.release()
-        self._cache.pool.finish_copy(load.pages[segment.copied], free=False)
+        self._cache.pool.finish_copy(segment.held, free=False)
         for number in segment.copied:
             load.set(number, PageState.LOST if failed else PageState.ARRIVED)
         self._counts["failed" if failed else "restored"] += len(segment.copied)
@@ -419,14 +417,15 @@ class Restore:
 
     def _free_orphans(self) -> None:
         left = []
-        for segment, pages in self._orphans:
+        for segment in self._orphans:
             assert segment.event is not None
             assert segment.lease is not None
+            assert segment.held is not None
             if segment.event.done:
                 segment.lease.release()
-                self._cache.pool.finish_copy(pages, free=True)
+                self._cache.pool.finish_copy(segment.held, free=True)
             else:
-                left.append((segment, pages))
+                left.append(segment)
         self._orphans = left
 
     def _close(self, load: Load) -> None:

@@ -235,3 +235,19 @@ def test_a_copy_takes_its_pages_once_and_only_while_they_are_its_own() -> None:
     again.attach(Copy())
     with pytest.raises(AssertionError, match="one copy only"):
         again.attach(Copy())
+
+
+def test_w2_a_pass_may_write_pages_of_no_copy_only() -> None:
+    pool = PagePool(6, 4)
+    pages = pool.allocate(6)
+    assert pages is not None
+    pool.check_writable(pages)
+    restoring, demoting = pool.begin_copy(pages[:2]), pool.begin_read(pages[2:4])
+    pool.check_writable(pages[4:])
+    with pytest.raises(AssertionError, match="are under copy"):
+        pool.check_writable(pages[1:2])
+    with pytest.raises(AssertionError, match="being read"):
+        pool.check_writable(pages[2:3])
+    pool.finish_copy(restoring, free=False)
+    pool.finish_copy(demoting, free=False)
+    pool.check_writable(pages)
