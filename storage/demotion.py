@@ -9,7 +9,8 @@ Under write_back, the coldest `clean_pages_min` pages' worth of host is kept fre
 nvme, by copying ahead of need; such pages still serve hits and can go the moment room is asked.
 Invariant: a page dropped under write_back is on nvme, or admission, a full queue or a degraded
 nvme refused it, and that was counted. Under write_through a page whose copy was refused for want
-of room or budget is owed one: it is tried again when a copy ends and when the page is used.
+of room or budget, or cancelled for want of room or time, is owed one: it is tried again when a
+copy ends and when the page is used.
 """
 
 from __future__ import annotations
@@ -253,6 +254,8 @@ class Demoter:
         if job.state is not JobState.DONE:
             if budget is not None:
                 budget.give_back(self._host.page_bytes)
+            if job.state is JobState.CANCELLED:
+                self._not_copied(job.key)
             return
         with self._lock:
             if self._rules.policy is WritePolicy.WRITE_BACK and self._host.lookup([job.key])[0]:
@@ -262,6 +265,12 @@ class Demoter:
             budget.save_if_due()
         if self._on_durable is not None:
             self._on_durable(job.key)
+
+    def _not_copied(self, key: PageKey) -> None:
+        """A copy found no room in nvme or no time: nothing failed, so it is tried again later."""
+        with self._lock:
+            if self._host.lookup([key])[0]:
+                self._owe(key)
 
     def _pay_owed(self) -> None:
         """There is room in the queue again: those that wait longest for a copy get their chance."""

@@ -6,7 +6,8 @@ nor what is in it. A page is copied once: nvme is written from the host slot and
 
     job state   who holds it              leaves by
     QUEUED      a queue                   worker takes it -> RUNNING; cancel, close -> CANCELLED
-    RUNNING     one worker                copied -> DONE; error -> FAILED; too late -> CANCELLED;
+    RUNNING     one worker                copied -> DONE; error -> FAILED;
+                                          too late, or no room in nvme -> CANCELLED;
                                           batch cut for a waiting promotion -> QUEUED (demote only)
     DONE, FAILED, CANCELLED               final; lease and reservation are back by then
 
@@ -119,6 +120,17 @@ class MoverLimits:
         for name in self.__slots__:
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"mover limits: {name} is {value}, expected at least 1; raise it")
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What became of the demotions that one worker took at once, before they end."""
+
+    written: list[Job]
+    """In the order of the reservation's slots."""
+    failed: list[Job]
+    left: list[Job]
+    """Not tried: they go back to the queue."""
 
 
 class Mover:
@@ -478,25 +490,43 @@ class Mover:
         self._end(job, JobState.FAILED if failed else JobState.DONE)
 
     def _demote(self, batch: list[Job]) -> None:
-        """Write what quotas let in, page by page, then publish it with one commit."""
+        """Write what quotas let in, page by page, then publish it with one commit.
+
+        No job ends and none goes back to the queue before the room held for it is settled:
+        whoever sees the mover quiet must not find room held, nor another worker hold it twice.
+        """
         batch = [job for job in batch if self._admitted(job)]
         if not batch:
             return
         admitted = Counter(job.owner for job in batch)
         started, moved = self._nvme_writes.begin(), 0
+        pages = _Batch([], [], [])
         outcomes: list[CommitOutcome] = []
         try:
             with self._nvme_room(admitted) as reservation:
-                written = self._write(batch, reservation)
-                if written:
-                    outcomes = self._publish(reservation, written)
+                roomless = not reservation.slots and self._nvme.stats().degraded is None
+                if reservation.slots:
+                    pages = self._write(batch, reservation)
+                if pages.written:
+                    outcomes = self._publish(reservation, pages.written)
             moved = self._host.page_bytes * outcomes.count(CommitOutcome.COMMITTED)
         finally:
             # One measure per batch: its data sync is part of what writing a page costs.
             self._nvme_writes.end(started, moved)
             for owner, count in admitted.items():
                 self._room.settle(owner, count)
-        for job, outcome in zip(written, outcomes, strict=True):
+        if not reservation.slots:
+            # Requeueing would spin: nothing there can be reserved or evicted now. With all there
+            # leased or reserved by others nothing failed, there is no room; a tier that refuses
+            # reservations did.
+            state = JobState.CANCELLED if roomless else JobState.FAILED
+            for job in batch:
+                self._end(job, state)
+            return
+        self._requeue(pages.left)
+        for job in pages.failed:
+            self._end(job, JobState.FAILED)
+        for job, outcome in zip(pages.written, outcomes, strict=True):
             failed = outcome is CommitOutcome.FAILED
             self._end(job, JobState.FAILED if failed else JobState.DONE)
 
@@ -518,22 +548,19 @@ class Mover:
             log.warning("demote commit: pages=%d error=%s", len(written), error)
             return [CommitOutcome.FAILED] * len(written)
 
-    def _write(self, batch: list[Job], reservation: Reservation) -> list[Job]:
-        """Copy what fits into `reservation`; returns the jobs written, ends those that failed."""
-        written: list[Job] = []
+    def _write(self, batch: list[Job], reservation: Reservation) -> _Batch:
+        """Copy what fits into `reservation`, which has a slot at least; ends no job."""
+        pages = _Batch([], [], [])
         for index, job in enumerate(batch):
-            if not reservation.slots:
-                # Requeueing would spin: nothing there can be reserved or evicted now.
-                self._abandon(batch[index:])
-                break
-            if len(written) == len(reservation) or self._must_cut(written):
-                self._requeue(batch[index:])
+            count = len(pages.written)
+            if count == len(reservation) or self._must_cut(pages.written):
+                pages.left += batch[index:]
                 break
             try:
                 with self._host.view(job.source, 0) as payload:
                     self._nvme.write(
                         reservation,
-                        len(written),
+                        count,
                         payload,
                         job.source.checksums[0],
                         key=job.key,
@@ -541,10 +568,10 @@ class Mover:
                     )
             except (TierError, OSError) as error:
                 log.warning("demote: key=%s error=%s", job.key.hex(), error)
-                self._end(job, JobState.FAILED)
+                pages.failed.append(job)
             else:
-                written.append(job)
-        return written
+                pages.written.append(job)
+        return pages
 
     def _must_cut(self, written: list[Job]) -> bool:
         """A batch ends early for a promotion that found no free worker, but not before one page."""

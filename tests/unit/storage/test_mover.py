@@ -14,7 +14,10 @@ from tests.support.pages import page_content, page_key, page_keys, put_tier
 from tierkv.storage.bandwidth import Bandwidth
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.errors import ConfigError, TierFullError, TierIOError
+from tierkv.storage.eviction_log import EvictionLog
 from tierkv.storage.mover import Job, JobState, Mover, MoverLimits, Refusal
+from tierkv.storage.quota import QuotaBook, TierSize
+from tierkv.storage.room import Room
 from tierkv.storage.types import CommitOutcome, PageKey, ReadOutcome, TierName
 
 PAGE_BYTES = 64
@@ -250,6 +253,54 @@ def test_h2_a_worker_survives_an_error_nobody_expected(operation: str) -> None:
         rig.settle()
         assert [job.state for job in second] == [JobState.DONE, JobState.DONE]
         assert rig.mover.stats().worker_restarts == 1
+
+
+def test_c4_no_room_in_nvme_is_no_failure() -> None:
+    """A reader, such as the scrubber, holds the only page that could go."""
+    with rigged(nvme_pages=1) as rig:
+        put_tier(rig.host, page_keys(1))
+        put_tier(rig.nvme, page_keys(9))
+        with rig.nvme.lease(page_keys(9), quiet=True):
+            job = rig.demote(page_key(1))
+            assert rig.mover.wait_ended([job], WAIT_S)
+        assert job.state is JobState.CANCELLED
+        again = rig.demote(page_key(1))
+        rig.settle()
+        assert again.state is JobState.DONE
+        stats = rig.mover.stats()
+        assert (stats.completed, stats.cancelled, stats.failed) == (1, 1, 0)
+
+
+def test_c4_a_tier_that_refuses_reservations_is_a_failure() -> None:
+    with rigged() as rig:
+        put_tier(rig.host, page_keys(1))
+        rig.nvme.degraded = "write: EIO"
+        job = rig.demote(page_key(1))
+        rig.settle()
+        assert job.state is JobState.FAILED and rig.mover.stats().failed == 1
+
+
+@pytest.mark.parametrize("trouble", ["write", "commit", "no room"])
+def test_no_job_ends_before_its_room_is_settled(trouble: str) -> None:
+    clock = SystemClock()
+    host, nvme = MemoryHostTier(PAGE_BYTES, 2), MemoryTier(PAGE_BYTES, 1)
+    put_tier(host, page_keys(1))
+    put_tier(nvme, page_keys(9))
+    lease = nvme.lease(page_keys(9)) if trouble == "no room" else None
+    if lease is None:
+        nvme.fail_next(trouble, TierIOError(f"{trouble}: EIO"))
+    book = QuotaBook({TierName.NVME: TierSize(PAGE_BYTES, 1)})
+    room = Room(nvme, book, EvictionLog(clock))
+    mover = Mover(host, nvme, MoverLimits(), clock, Bandwidth(clock), room)
+    held: list[int] = []
+    try:
+        job = mover.submit_demote(page_key(1), FAR, lambda _: held.append(book.held_pages))
+        assert isinstance(job, Job) and mover.wait_ended([job], WAIT_S)
+        assert job.state is not JobState.DONE and held == [0]
+    finally:
+        assert mover.close(WAIT_S)
+        if lease is not None:
+            lease.release()
 
 
 def test_h2_a_callback_that_raises_hurts_nobody_else() -> None:

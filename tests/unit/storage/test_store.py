@@ -279,6 +279,18 @@ def test_flush_counts_copies_that_fail_while_it_waits(make_rig: RigMaker) -> Non
     assert said == [False], "flush said that pages are safe which nvme never got"
 
 
+def test_c4_a_page_without_room_in_nvme_is_copied_when_it_is_used(make_rig: RigMaker) -> None:
+    rig = make_rig(replace(THROUGH, admission=AdmissionName.ALL), nvme_pages=1)
+    with rig.nvme.lease(rig.only_on_nvme(9)):
+        put_store(rig.store, page_keys(0))
+        assert rig.store.wait_quiet(WAIT_S)
+        assert rig.store.lookup(page_keys(0, 9)) == [HOST, NVME]
+        assert (rig.store.stats().mover.cancelled, rig.store.stats().mover.failed) == (1, 0)
+    rig.store.touch(page_keys(0))
+    rig.quiet()
+    assert rig.durable == page_keys(0)
+
+
 # --- fetching ------------------------------------------------------------------------------
 
 
