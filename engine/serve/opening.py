@@ -16,6 +16,7 @@ import torch
 
 from tierkv.engine.serve.calibration import calibration_file, recall, remember
 from tierkv.engine.serve.chat import ChatTemplate
+from tierkv.engine.serve.copies import open_copies
 from tierkv.engine.serve.core import EngineCore, Tiers
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.fingerprint import build_fingerprint
@@ -33,8 +34,7 @@ from tierkv.storage.identity import Fingerprint, namespace
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreRules, TieredStore
 from tierkv.storage.transfer.base import PageTransfer
-from tierkv.storage.transfer.cpu import CpuTransfer
-from tierkv.storage.transfer.cuda import CudaTransfer
+from tierkv.storage.transfer.probe import cuda_problem
 from tierkv.storage.types import NamespaceId
 
 log = logging.getLogger(__name__)
@@ -104,6 +104,9 @@ def open_parts(
     own = _open_store(config, page_bytes, fingerprint, clock) if store is None else None
     below = store or own
     transfer: PageTransfer | None = None
+    kept = None
+    if config.calibration_dir is not None:
+        kept = calibration_file(namespace(fingerprint), device, config.calibration_dir)
     try:
         if below is not None and below.page_bytes != page_bytes:
             raise ConfigError(
@@ -113,8 +116,9 @@ def open_parts(
         runner = _load(config, model_config, pages, device, dtype)
         tiers = None
         if below is not None:
-            kv = runner.pool.kv
-            transfer = CudaTransfer(kv) if device.type == "cuda" else CpuTransfer(kv)
+            copies = None if kept is None else kept.with_suffix(".copies.json")
+            on_gpu = device.type == "cuda"
+            transfer = open_copies(runner.pool.kv, below, on_gpu, copies, clock)
             rules = config.store.rules if config.store is not None else StoreRules()
             policy: WritePolicy = config.write_policy or rules.write_policy
             tiers = Tiers(below, transfer, policy, rules.selective_hits)
@@ -133,9 +137,7 @@ def open_parts(
         if own is not None:
             own.close()
         raise
-    kept = None
-    if config.calibration_dir is not None and core.restore is not None:
-        kept = calibration_file(namespace(fingerprint), device, config.calibration_dir)
+    if kept is not None and core.restore is not None:
         recall(kept, core.restore)
     return EngineParts(
         model_config, max_context, tokenizer, core, fingerprint, transfer, own, config, kept
@@ -146,14 +148,16 @@ def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
     """Compute device and dtype: fp32 on the CPU (bf16 is many times slower there), bf16 on CUDA."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"open engine: device is {name!r}, expected auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigError(
-            "open engine: device is cuda, but torch finds none; install a CUDA build of torch and "
-            "a driver, or use device cpu"
-        )
-    if available and name != "cpu":
+    if name == "cpu":
+        return torch.device("cpu"), torch.float32
+    problem = cuda_problem()
+    if problem is None:
         return torch.device("cuda"), torch.bfloat16
+    if name == "cuda":
+        raise ConfigError(f"open engine: device is cuda, but {problem}")
+    if torch.version.cuda is not None:
+        # Somebody installed a CUDA build: say once why it does not compute on a GPU.
+        log.info("device=cpu reason=%s", problem)
     return torch.device("cpu"), torch.float32
 
 

@@ -1,18 +1,22 @@
 """Runs forward passes: the one place that decides threads and inference mode.
 
-Owns the pairing of a model with its pool; both are built by the caller. Knows no requests.
+Owns the pairing of a model with its pool; both are built by the caller. On CUDA, also the stream
+that passes run on, of a higher priority than copies. Knows no requests.
 Called by the engine loop, from one thread at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from tierkv.engine.serve.batch import SequenceInput, build_batch
 from tierkv.engine.serve.kv_pool import KVPool
 from tierkv.engine.serve.model import BeforeLayer, DecoderModel
+
+PASS_PRIORITY = -1
 
 
 class ModelRunner:
@@ -24,6 +28,12 @@ class ModelRunner:
             torch.set_num_threads(num_threads)
         self.model = model
         self.pool = pool
+        self._stream: torch.cuda.Stream | None = None
+        if model.device.type == "cuda":
+            # Copies run at priority 0, the lowest there is: passes go before them.
+            self._stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                model.device, priority=PASS_PRIORITY
+            )
 
     def run(
         self, sequences: Sequence[SequenceInput], before_layer: BeforeLayer | None = None
@@ -35,8 +45,28 @@ class ModelRunner:
         Writes the pool at the new tokens' slots. `before_layer` as in DecoderModel.forward.
         """
         batch = build_batch(sequences, self.pool.page_tokens)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._own_stream():
             return self.model.forward(batch, self.pool, before_layer)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Make the pass's stream current, ordered after and before the caller's.
+
+        So whoever marks "up to now" on the caller's stream, a copy or the sampler, means the
+        pass too.
+        """
+        stream = self._stream
+        if stream is None:
+            yield
+            return
+        callers = torch.cuda.current_stream(self.model.device)
+        stream.wait_stream(callers)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            # A pass that broke half way has put work on its stream all the same.
+            callers.wait_stream(stream)
 
     def warm_up(self) -> None:
         """Run one small prefill and one decode, so that the first request finds warm kernels.
