@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,17 @@ from tests.support.daemon_process import (
     shared_folder,
     small_config,
 )
+from tests.support.model_files import write_model
 from tests.support.pages import page_key, put_store, take_content
+from tierkv.cli.main import main
 from tierkv.client.client import Client
-from tierkv.storage.identity import Fingerprint
-from tierkv.storage.types import CommitOutcome, TierName
+from tierkv.storage.identity import Fingerprint, namespace, page_keys
+from tierkv.storage.tiers.host import HostTier
+from tierkv.storage.tiers.nvme import NvmeTier
+from tierkv.storage.types import CommitOutcome, TierName, pack_tokens
+
+# The package's attribute of the same name may be the command.
+explain_module = import_module("tierkv.cli.explain")
 
 WAIT_S = 30.0
 TOKEN = "let me in"
@@ -127,6 +136,85 @@ def test_a1_admin_needs_the_token(folder: Path) -> None:
     with DaemonProcess.started(small_config(folder, **http.settings(token=None))):
         code, answer = http.post("flush")
         assert code == 403 and answer["error"]["code"] == "admin_off"
+
+
+def test_evictions_are_told_by_key(folder: Path) -> None:
+    http = Http()
+    gone, there = page_key(1), page_key(2)
+    values = small_config(
+        folder,
+        **http.settings(),
+        host_class_bytes=HostTier.capacity_for(PAGE_BYTES, 64),
+        nvme_class_bytes=NvmeTier.capacity_for(PAGE_BYTES, 64),
+    )
+    with DaemonProcess.started(values) as daemon:
+        asked = f"/evictions?key={gone.hex()}"
+        assert http.get(asked) == (200, '{"evictions": []}'), "no class is open yet"
+        small = Client(daemon.config.socket_path, PAGE_BYTES // 2)
+        with client_of(daemon) as client, small:
+            before = time.time()
+            put_store(client, [gone, there])
+            assert client.flush(WAIT_S)
+            assert client.drop(keys=[gone]) == 2
+            put_store(small, [gone])
+            # Removals of one key in two page sizes are told together.
+            assert small.drop(keys=[gone]) >= 1
+        code, text = http.get(asked)
+        rows = json.loads(text)["evictions"]
+        assert code == 200 and all(row["reason"] == "dropped" for row in rows)
+        assert {row["tier"] for row in rows} == {"host", "nvme"}
+        assert sum(row["tier"] == "host" for row in rows) == 2
+        moments = [row["wall_s"] for row in rows]
+        assert moments == sorted(moments, reverse=True)
+        assert before - 1 <= moments[-1] and moments[0] <= time.time() + 1
+        assert http.get(f"/evictions?key={there.hex()}") == (200, '{"evictions": []}')
+        for query in ("", "?key=", "?key=zz", "?key=" + "00" * 31, "?key=" + "0g" * 32, "?k=1"):
+            code, text = http.get("/evictions" + query)
+            error = json.loads(text)["error"]
+            assert code == 400 and error["code"] == "bad_field", query
+            assert error["message"] == "key: expected 64 hex digits"
+        daemon.check()
+
+
+def test_explain_says_when_a_page_was_dropped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The command, over the daemon's socket and its HTTP, with nothing in between replaced."""
+    for name in [name for name in os.environ if name.startswith("TIERKV_")]:
+        monkeypatch.delenv(name)
+    model, http, tokens = folder / "model", Http(), list(range(48))
+    monkeypatch.setenv("TIERKV_DAEMON_SOCKET", str(folder / "daemon.sock"))
+    monkeypatch.setenv("TIERKV_HTTP_PORT", str(http.port))
+    write_model(model)
+    base = ["explain", "--model", str(model), "--device", "cpu", "--tenant", "acme", "--json"]
+    found = _explained(capfd, [*base, "--tokens", "1"], 1)
+    assert found is None, "no daemon yet"
+    theirs = explain_module._fingerprint(model, "cpu", 16, "acme", "")
+    keys = page_keys(namespace(theirs), pack_tokens(tokens), 16)
+    with DaemonProcess.started(small_config(folder, **http.settings())) as daemon:
+        with client_of(daemon, theirs) as client:
+            put_store(client, keys)
+            assert client.flush(WAIT_S)
+            client.drop(keys=[keys[1]])
+        words = [*base, "--tokens", ",".join(map(str, tokens))]
+        found = _explained(capfd, words, 0)
+        assert found is not None
+        assert (found["held"], found["hit_pages"], found["stranded_pages"]) == (True, 1, 1)
+        assert found["evictions_unknown"] is None
+        left = {(row["tier"], row["reason"]) for row in found["evictions"]}
+        assert left == {("host", "dropped"), ("nvme", "dropped")}
+        # A page that never was there left nothing behind.
+        found = _explained(capfd, [*base, "--tokens", ",".join(["7"] * 48)], 0)
+        assert found is not None and found["evictions"] == []
+
+
+def _explained(
+    capfd: pytest.CaptureFixture[str], words: list[str], wanted: int
+) -> dict[str, Any] | None:
+    capfd.readouterr()
+    assert main(words) == wanted
+    out = capfd.readouterr().out
+    return json.loads(out) if out else None
 
 
 def test_w4_namespaces_are_listed_dropped_and_outlive_a_restart(folder: Path) -> None:

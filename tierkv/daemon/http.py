@@ -8,6 +8,8 @@ tierkv.daemon.server.
     GET  /readyz         200 once it serves, 503 before and while it drains
     GET  /metrics        Prometheus text
     GET  /status         JSON, per component
+    GET  /evictions      ?key=hex -> {"evictions": [{"tier", "wall_s", "reason"}]}, newest first:
+                         the latest removal of a page from each tier, as far as remembered
     POST /admin/drop     {"namespace": hex}                 -> {"dropped": n}
     POST /admin/flush    {"wait_s": s}                      -> {"durable": bool}
     POST /admin/drain    {"wait_s": s}                      -> {"durable": bool}, no new work after
@@ -35,7 +37,7 @@ from tierkv.daemon.upkeep import Upkeep
 from tierkv.daemon.verbs import drop_namespace, flush_classes
 from tierkv.protocol.errors import ProtocolError
 from tierkv.storage.errors import ConfigError, TierKVError
-from tierkv.storage.types import KEY_BYTES
+from tierkv.storage.types import KEY_BYTES, PageKey
 
 BODY_BYTES_MAX = 1 << 16
 WAIT_S_MAX = 600.0
@@ -66,6 +68,7 @@ class HttpServer:
         app.router.add_get("/readyz", self._readyz)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/status", self._status)
+        app.router.add_get("/evictions", self._evictions)
         for name, action in (
             ("drop", self._drop),
             ("flush", self._flush),
@@ -110,6 +113,18 @@ class HttpServer:
     async def _status(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(status_fields(self._service))
 
+    async def _evictions(self, request: web.Request) -> web.StreamResponse:
+        key = PageKey(_digest(request.query.get("key"), "key"))
+        found = [
+            eviction for each in self._service.classes for eviction in each.store.evicted_when(key)
+        ]
+        found.sort(key=lambda eviction: eviction.wall_s, reverse=True)
+        rows = [
+            {"tier": each.tier.value, "wall_s": each.wall_s, "reason": each.reason.value}
+            for each in found
+        ]
+        return web.json_response({"evictions": rows})
+
     def _admin(self, action: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             self._authorise(request)
@@ -137,15 +152,7 @@ class HttpServer:
             )
 
     async def _drop(self, values: dict[str, Any]) -> dict[str, Any]:
-        text = values.get("namespace")
-        try:
-            digest = bytes.fromhex(text) if isinstance(text, str) else b""
-        except ValueError:
-            digest = b""
-        if len(digest) != KEY_BYTES:
-            raise _failure(
-                web.HTTPBadRequest, "bad_field", f"namespace: expected {2 * KEY_BYTES} hex digits"
-            )
+        digest = _digest(values.get("namespace"), "namespace")
         return {"dropped": await drop_namespace(self._service, digest)}
 
     async def _flush(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +189,18 @@ class HttpServer:
         if found is None:
             raise _failure(web.HTTPNotFound, "bad_field", f"page_bytes: no class of {size} is open")
         return [found]
+
+
+def _digest(text: object, name: str) -> bytes:
+    try:
+        digest = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        digest = b""
+    if len(digest) != KEY_BYTES:
+        raise _failure(
+            web.HTTPBadRequest, "bad_field", f"{name}: expected {2 * KEY_BYTES} hex digits"
+        )
+    return digest
 
 
 def _number(values: dict[str, Any], name: str, default: float, highest: float) -> float:
