@@ -1,6 +1,7 @@
 """The daemon and its workers as real processes, killed, stopped, stalled and lied to.
 
 After each fault: the daemon's check(), the right content or a miss, and the other clients served.
+After each test, once its daemons are gone: an offline check of all their files.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.daemon_files import check_files
 from tests.support.daemon_process import (
     HOST_PAGES,
     PAGE_BYTES,
@@ -31,6 +33,7 @@ from tierkv.protocol.answers import to_fields
 from tierkv.protocol.frames import FrameReader, answer_bounds, encode_request
 from tierkv.protocol.messages import PROTOCOL_VERSION, Limits, Verb, WireCode
 from tierkv.protocol.requests import Hello
+from tierkv.storage.errors import DirectoryInUseError
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
 WAIT_S = 30.0
@@ -39,8 +42,10 @@ FAULTY = "tests.support.processes.faulty_daemon"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
+    """A place for a daemon's files, which must be clean when the test has stopped or killed it."""
     with shared_folder() as made:
         yield made
+        check_files(made)
 
 
 def client_of(daemon: DaemonProcess, **options: Any) -> Client:
@@ -460,6 +465,28 @@ def test_h1_stop_ends_within_its_bound_on_a_stalled_disk(folder: Path) -> None:
     with DaemonProcess.started(values) as again, client_of(again) as client:
         assert take_content(client, keys) == 4
         again.check()
+
+
+# --- files --------------------------------------------------------------------------------
+
+
+def test_files_of_a_killed_daemon_are_checked_whole(folder: Path) -> None:
+    """What the fixture says after each test: it looks at every page, and only offline."""
+    with DaemonProcess.started(small_config(folder)) as daemon, client_of(daemon) as client:
+        put_store(client, [page_key(n) for n in range(16)])
+        assert client.flush(WAIT_S)
+        with pytest.raises(DirectoryInUseError):
+            check_files(folder)
+        daemon.kill()
+    reports = check_files(folder)
+    assert sorted(report.pages for report in reports.values()) == [16, 16], reports
+    (arena,) = (folder / "arenas").glob("*.arena")
+    whole = arena.read_bytes()
+    wanted = page_content(page_key(3), PAGE_BYTES)
+    arena.write_bytes(whole.replace(wanted, bytes(PAGE_BYTES)))
+    with pytest.raises(AssertionError, match="expected checksum"):
+        check_files(folder)
+    arena.write_bytes(whole)
 
 
 # --- raw sockets --------------------------------------------------------------------------
