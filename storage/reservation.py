@@ -6,7 +6,7 @@ quotas: the store that made it publishes and accounts. Used by one thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from tierkv.storage.base import MappedTier, Reservation, StoreReservation
@@ -36,6 +36,7 @@ class TieredReservation(StoreReservation):
         self._host = host
         self._held = held
         self._closed = False
+        self._refused: set[int] = set()
         self.views = [host.payload(held, index) for index in range(len(held))]
         self.slots = [int(slot) for slot in held.slots]
 
@@ -49,10 +50,19 @@ class TieredReservation(StoreReservation):
         assert len(keys) <= len(self.views), (len(keys), len(self.views))
         assert checksums is None or len(checksums) == len(keys), "one checksum a key"
         for index in range(len(keys)):
-            self._host.seal(self._held, index, None if checksums is None else checksums[index])
+            if index not in self._refused:
+                self._host.seal(self._held, index, None if checksums is None else checksums[index])
         outcomes = self._store.publish(self._held, keys, owner)
         self._close()
         return outcomes
+
+    def refuse(self, indexes: Iterable[int]) -> None:
+        """Keep these views from being published: commit() frees their slots and says FAILED, or
+        EXISTS of a key that is there already. For a writer whose bytes are not what it said.
+        """
+        assert not self._closed, "a closed reservation holds no slots"
+        self._refused.update(indexes)
+        assert self._refused <= set(range(len(self.views))), sorted(self._refused)
 
     def verify(self, index: int, checksum: bytes) -> bool:
         assert not self._closed, "a closed reservation holds no slots"

@@ -29,7 +29,6 @@ from tierkv.storage.base import (
     OwnerUsage,
     PageStore,
     Reservation,
-    StoreReservation,
     StoreStats,
     Tier,
 )
@@ -177,7 +176,7 @@ class TieredStore(PageStore):
         self._assert_open()
         return self._promoter.where(keys)
 
-    def reserve(self, count: int, owner: int = 0) -> StoreReservation:
+    def reserve(self, count: int, owner: int = 0) -> TieredReservation:
         self._assert_open()
         with self._lock:
             self._demoter.make_room_locked(count, owner)

@@ -33,6 +33,7 @@ from tierkv.protocol.answers import to_fields
 from tierkv.protocol.frames import FrameReader, answer_bounds, encode_request
 from tierkv.protocol.messages import PROTOCOL_VERSION, Limits, Verb, WireCode
 from tierkv.protocol.requests import Hello
+from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.errors import DirectoryInUseError
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
@@ -406,6 +407,33 @@ def test_w7_page_that_is_not_what_its_client_said_is_not_published(folder: Path)
         assert answer == {"outcomes": bytes([2, 2])}
         assert other.lookup([page_key(1), page_key(2)]) == [None, None]
         assert daemon.status()["classes"][0]["commit_mismatches"] == 2
+        daemon.check()
+
+
+@pytest.mark.parametrize("policy", ["always", "sampled"])
+def test_w7_one_bad_page_of_a_commit_costs_only_itself(folder: Path, policy: str) -> None:
+    """Every page is read once one was wrong, also those that sampling would have believed."""
+    values = small_config(folder, verify_commit=policy, verify_commit_every=4)
+    with DaemonProcess.started(values) as daemon, client_of(daemon) as other:
+        wire = Wire(daemon)
+        held = wire.ask(Verb.RESERVE, count=8, hold_ms=60_000)
+        # Slots of a new arena are zero. Sampling reads the pages 0 and 4.
+        right, wrong = payload_checksum(bytes(PAGE_BYTES)), b"\xee" * 16
+        bad = {2, 4}
+        keys = [page_key(n) for n in range(8)]
+        answer = wire.ask(
+            Verb.COMMIT,
+            reservation=held["reservation"],
+            keys=b"".join(keys),
+            checksums=b"".join(wrong if n in bad else right for n in range(8)),
+        )
+        assert answer == {"outcomes": bytes([2 if n in bad else 0 for n in range(8)])}
+        tiers = other.lookup(keys)
+        assert [tier is None for tier in tiers] == [n in bad for n in range(8)]
+        status = daemon.status()
+        assert status["classes"][0]["commit_mismatches"] == len(bad)
+        assert host_of(status)["free_pages"] == HOST_PAGES - 6
+        assert status["sessions"]["reserved_pages"] == 0
         daemon.check()
 
 

@@ -161,8 +161,12 @@ class MemoryTier(Tier):
             self._counts["duplicates"] += 1
             self._free_reserved(slot)
             return CommitOutcome.EXISTS
+        checksum = self._sealed.pop(slot, None)
+        if checksum is None:
+            self._free_reserved(slot)
+            return CommitOutcome.FAILED
         self._reserved.discard(slot)
-        page = _Page(key, slot, self._sealed.pop(slot), owner)
+        page = _Page(key, slot, checksum, owner)
         self._pages[key] = self._by_slot[slot] = page
         self._counts["writes"] += 1
         return CommitOutcome.COMMITTED

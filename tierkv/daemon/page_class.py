@@ -89,8 +89,8 @@ class PageClass:
                 else:
                     kept.append((*who, one))
         finally:
-            for one in others:
-                one.release()
+            for other in others:
+                other.release()
         return kept
 
     @property

@@ -24,7 +24,8 @@ from tierkv.daemon.page_class import PageClass
 from tierkv.daemon.peers import Peer, Quarantine
 from tierkv.protocol.errors import ProtocolError
 from tierkv.protocol.messages import Limits, Mode, WireCode
-from tierkv.storage.base import Fetch, PageLease, StoreReservation
+from tierkv.storage.base import Fetch, PageLease
+from tierkv.storage.reservation import TieredReservation
 
 _STALE_ENTRIES = 1024
 
@@ -83,7 +84,7 @@ class ReservationHold(Hold):
     __slots__ = ("reservation", "slots")
 
     def __init__(
-        self, session: Session, number: int, reservation: StoreReservation, deadline: float
+        self, session: Session, number: int, reservation: TieredReservation, deadline: float
     ) -> None:
         super().__init__(session, number, len(reservation.views), deadline)
         self.reservation = reservation
@@ -209,7 +210,7 @@ class Session:
         self._timer.add(hold)
         return hold
 
-    def add_reservation(self, reservation: StoreReservation, hold_s: float) -> ReservationHold:
+    def add_reservation(self, reservation: TieredReservation, hold_s: float) -> ReservationHold:
         """Keep a reservation for the client. Limits were checked before."""
         deadline = self._timer.now() + hold_s
         hold = ReservationHold(self, next(self._hold_numbers), reservation, deadline)

@@ -197,23 +197,31 @@ async def _commit_checked(
     try:
         wanted = [index for index, check in enumerate(checks) if check]
         computed = await _digests(service, hold.reservation, wanted, pages.page_bytes)
-        good = len(keys)
+        wrong: list[int] = []
         if given is None:
             given = computed or None
         else:
-            wrong = [i for i, found in zip(wanted, computed, strict=True) if found != given[i]]
+            wrong = _unlike(wanted, computed, given)
             if wrong:
-                # Whoever scribbles is not to be believed for the pages after it either.
+                # Whoever scribbles is not to be believed for the pages that were not read either.
+                rest = [index for index, check in enumerate(checks) if not check]
+                computed = await _digests(service, hold.reservation, rest, pages.page_bytes)
+                wrong += _unlike(rest, computed, given)
                 pages.commit_mismatches += len(wrong)
-                good = wrong[0]
-        sums = None if given is None else given[:good]
+                hold.reservation.refuse(wrong)
         outcomes = await service.workers.submit(
-            partial(hold.reservation.commit, keys[:good], sums, session.owner)
+            partial(hold.reservation.commit, keys, given, session.owner)
         )
     finally:
         hold.leave()
-    outcomes = [*outcomes, *[CommitOutcome.FAILED] * (len(keys) - good)]
+    for index in wrong:
+        outcomes[index] = CommitOutcome.FAILED
     return {"outcomes": bytes([OUTCOME_CODES[outcome] for outcome in outcomes])}
+
+
+def _unlike(indexes: Sequence[int], computed: Sequence[bytes], given: Sequence[bytes]) -> list[int]:
+    """Which of `indexes` have another checksum than their client gave."""
+    return [i for i, found in zip(indexes, computed, strict=True) if found != given[i]]
 
 
 async def _digests(

@@ -126,6 +126,24 @@ def test_slots_past_the_keys_of_a_commit_are_freed(make_rig: RigMaker) -> None:
     assert rig.host.stats().free_pages == 7
 
 
+def test_w7_a_refused_view_is_not_published_and_the_others_are(make_rig: RigMaker) -> None:
+    rig = make_rig()
+    put_store(rig.store, page_keys(5))
+    keys = page_keys(1, 2, 3, 5)
+    with rig.store.reserve(4) as held:
+        for key, view in zip(keys, held.views, strict=True):
+            view[:] = page_content(key, PAGE_BYTES)
+        held.refuse([1, 3])
+        assert held.commit(keys) == [
+            *(CommitOutcome.COMMITTED, CommitOutcome.FAILED, CommitOutcome.COMMITTED),
+            CommitOutcome.EXISTS,
+        ]
+    rig.quiet()
+    assert rig.store.lookup(keys) == [HOST, None, HOST, HOST]
+    assert rig.host.stats().free_pages == 5 and rig.store.stats().rejected_pages == 1
+    assert take_content(rig.store, page_keys(1)) == take_content(rig.store, page_keys(3)) == 1
+
+
 def test_write_through_copies_each_commit(make_rig: RigMaker) -> None:
     rig = make_rig(THROUGH)
     put_store(rig.store, page_keys(1, 2))
