@@ -8,10 +8,12 @@ Life of a step: copies that ended -> admit -> plan -> forward -> sample -> commi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from tierkv.engine.cache.node import Evicted, PageArray
 from tierkv.engine.cache.page_pool import PagePool
@@ -19,6 +21,7 @@ from tierkv.engine.cache.prefix_cache import PrefixCache
 from tierkv.engine.cache.radix import RadixTree
 from tierkv.engine.serve.batch import SequenceInput
 from tierkv.engine.serve.engine_config import EngineConfig, EngineStats
+from tierkv.engine.serve.model import BeforeLayer
 from tierkv.engine.serve.offload import Offload
 from tierkv.engine.serve.request import FinishReason, Request, RequestState
 from tierkv.engine.serve.restore import Restore
@@ -27,9 +30,11 @@ from tierkv.engine.serve.sampler import Sampler
 from tierkv.engine.serve.scheduler import Scheduler, SchedulerLimits, Work
 from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock
-from tierkv.storage.errors import RequestError
+from tierkv.storage.errors import RequestError, TierIOError
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.transfer.base import PageTransfer
+
+log = logging.getLogger(__name__)
 
 Sink = Callable[[Request, int | None], None]
 """Told on the engine thread of each new token, and of the end with None. Must be quick."""
@@ -179,8 +184,10 @@ class EngineCore:
             self._close_ended()
             return False
         began = self._clock.monotonic()
-        tokens = self._forward(work)
-        if self.restore is not None:
+        layered = any(each.layered for each in work)
+        work, tokens = self._compute(work)
+        # A pass that waited for copies says nothing of what computing costs.
+        if self.restore is not None and not layered:
             seconds = self._clock.monotonic() - began
             count = sum(each.end - each.start for each in work)
             context = sum((each.end - each.start) * each.start for each in work) / count
@@ -267,8 +274,32 @@ class EngineCore:
         if self.offload is not None:
             self.offload.poll()
 
-    def _forward(self, work: list[Work]) -> dict[int, int]:
-        """Run the planned tokens; return the next token of each request that reached its end."""
+    def _compute(self, work: list[Work]) -> tuple[list[Work], dict[int, int]]:
+        """Run a pass and choose its tokens; returns what of it counts, and tokens by request id.
+
+        A restore that fails in the middle of the pass costs the pass, which is run again without
+        it; one that turns out bad at the end costs its own part.
+        """
+        layered = next((each for each in work if each.layered), None)
+        if layered is None:
+            return work, self._sample(work, self._forward(work, None))
+        assert self.restore is not None
+        others = [each for each in work if each is not layered]
+        try:
+            logits = self._forward(work, self.restore.layer_gate(layered.request))
+        except TierIOError as error:
+            log.warning("restore failed request=%d: %s", layered.request.request_id, error)
+            self.restore.stop_layered(layered.request)
+            return others, self._sample(others, self._forward(others, None)) if others else {}
+        if self.scheduler.settle(layered):
+            return work, self._sample(work, logits)
+        rows = [each is not layered for each in work if each.wants_token]
+        return others, self._sample(
+            others, logits[torch.tensor(rows, dtype=torch.bool, device=logits.device)]
+        )
+
+    def _forward(self, work: list[Work], gate: BeforeLayer | None) -> torch.Tensor:
+        """Run the planned tokens; logits of those that reached their request's end, in order."""
         inputs = []
         for each in work:
             table = each.request.table
@@ -282,7 +313,10 @@ class EngineCore:
                 )
             )
         self._check_writable(work)
-        logits = self._runner.run(inputs)
+        return self._runner.run(inputs, gate)
+
+    def _sample(self, work: list[Work], logits: torch.Tensor) -> dict[int, int]:
+        """The next token of each request that reached its end."""
         wanting = [each.request for each in work if each.wants_token]
         tokens = self._sampler.sample(logits, [request.sampling for request in wanting])
         return {request.request_id: token for request, token in zip(wanting, tokens, strict=True)}

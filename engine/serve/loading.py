@@ -1,11 +1,12 @@
 """One request's restore: which pages of its prefix are wanted, on their way, arrived or lost.
 
-Owns the fetches and leases of its segments. Knows page numbers within the prompt, and once the
-request is admitted the pool pages behind them; does no arithmetic of time. Used by restore.py on
-the engine thread only.
+Owns the fetches of its segments and the leases under copy. Knows page numbers within the prompt,
+and once the request is admitted the pool pages behind them; does no arithmetic of time. Used by
+restore.py on the engine thread only.
 
 The run [first, end) of pages is cut into segments, loaded from the tail, so that computing from
-the head and loading meet. State of a page:
+the head and loading meet. Segments that have come by the same step are copied together, so that
+their pages arrive layer by layer, not segment by segment. State of a page:
 
     WANTED   --its segment has come, copy begins-->  COPYING
     COPYING  --copy ends-->  ARRIVED
@@ -15,7 +16,7 @@ the head and loading meet. State of a page:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -47,12 +48,22 @@ class Segment:
     began_s: float
     done_s: float | None = None
     """When the fetch ended; set by whichever thread ended it."""
-    lease: PageLease | None = None
-    event: LayeredCopy | None = None
-    copied: list[int] = field(default_factory=list)
-    """Page numbers under copy."""
-    held: PagesInCopy | None = None
-    """The pool pages of `copied`: nobody else can free or write them before the copy's end."""
+
+
+@dataclass(slots=True)
+class PageCopy:
+    """Pages of some segments on their way from host memory into the pool."""
+
+    parts: list[tuple[PageLease, list[int]]]
+    """Each segment's lease, and the page numbers copied out of it."""
+    held: PagesInCopy
+    """Their pool pages: nobody else can free or write them before the copy's end."""
+    event: LayeredCopy
+
+    @property
+    def pages(self) -> list[int]:
+        """Page numbers."""
+        return [page for _, numbers in self.parts for page in numbers]
 
 
 class Load:
@@ -76,8 +87,13 @@ class Load:
         self.pages: PageArray | None = None
         """Pool pages by page number of the prompt; None before admission."""
         self.under_way: list[Segment] = []
-        """Segments whose pages are not settled yet, in the order they were begun: tail first."""
-        self.began_s = began_s
+        """Segments being fetched or not taken yet, in the order they were begun: tail first."""
+        self.copies: list[PageCopy] = []
+        """In the order they were begun, which is that of their ends."""
+        self.last_s = began_s
+        """When the last of the segments that were taken had come, or the load began."""
+        self.layered = True
+        """False once a pass that began before the pages were there had to be given up."""
 
     @property
     def bound(self) -> bool:
@@ -87,13 +103,13 @@ class Load:
     @property
     def over(self) -> bool:
         """True when nothing more will arrive."""
-        return not self.under_way
+        return not self.under_way and not self.copies
 
     @property
     def progress_s(self) -> float:
         """When a fetch last ended, or the load began."""
         ends = [each.done_s for each in self.under_way if each.done_s is not None]
-        return max([self.began_s, *ends])
+        return max([self.last_s, *ends])
 
     def at(self, page: int) -> PageState:
         """State of a page number; LOST outside the run."""
@@ -118,7 +134,7 @@ class Load:
 
     def drop_unwanted(self) -> None:
         """Cancel segments of which no page is wanted any more."""
-        for segment in [each for each in self.under_way if each.event is None]:
+        for segment in list(self.under_way):
             if not self.wanted(segment.first, segment.end):
                 segment.fetch.cancel()
                 self.under_way.remove(segment)
@@ -131,6 +147,12 @@ class Load:
                 return self.first + index
         return self.end
 
+    def all_copying(self, page: int) -> bool:
+        """True when every page from `page` to the end has been fetched, and some is under copy."""
+        rest = self.state[max(0, page - self.first) :]
+        settled = (PageState.COPYING, PageState.ARRIVED)
+        return page < self.end and PageState.COPYING in rest and all(s in settled for s in rest)
+
     def wanted(self, first: int, end: int) -> list[int]:
         """Page numbers in [first, end) that are still to come."""
         low, high = max(first, self.first), min(end, self.end)
@@ -138,19 +160,14 @@ class Load:
 
     def copying_pages(self) -> PageArray:
         """Pool pages under copy now."""
-        numbers = [page for segment in self.under_way for page in segment.copied]
-        if self.pages is None or not numbers:
-            return np.empty(0, np.int32)
-        return self.pages[numbers]
+        return np.concatenate([np.empty(0, np.int32), *(copy.held.pages for copy in self.copies)])
 
     def check(self) -> None:
         """Assert that every wanted page has a segment that will bring or lose it. O(pages)."""
-        covered: set[int] = set()
-        for segment in self.under_way:
-            copying = {page for page in segment.copied if self.at(page) is PageState.COPYING}
-            assert copying == set(segment.copied)
-            if segment.event is None:
-                covered |= set(range(segment.first, segment.end))
+        covered = {page for each in self.under_way for page in range(each.first, each.end)}
+        copied = [page for copy in self.copies for page in copy.pages]
+        assert len(copied) == len(set(copied)), "a page is copied twice"
         for page in range(self.first, self.end):
+            assert (self.at(page) is PageState.COPYING) == (page in copied)
             if self.at(page) is PageState.WANTED:
                 assert page in covered, f"page {page} is wanted but nothing brings it"

@@ -7,7 +7,9 @@ tier. Runs on the engine thread. What is late, lost or corrupt is a miss: the re
     admitted    bind()      gives the load its pool pages; what has come is copied into them
     each step   poll()      takes note of arrivals, starts copies
                 advance()   moves the request's front over pages that have arrived
-                chunk_end() how far to compute now; the front itself means: better wait
+                chunk_end() how far to compute now; the front itself means: better wait, or
+                layered_start() where a pass may begin that meets the copies layer by layer
+    that pass   layer_gate() waits for a layer of them; then settle(), or stop_layered()
     any time    detach()    ends the load; pages still under copy are freed when the copy ends
 """
 
@@ -21,10 +23,10 @@ from enum import StrEnum
 
 from tierkv.engine.cache.node import PageArray
 from tierkv.engine.cache.prefix_cache import NO_PAGES, PrefixCache
-from tierkv.engine.serve.loading import Load, PageState, Segment
+from tierkv.engine.serve.loading import Load, PageCopy, PageState, Segment
 from tierkv.engine.serve.planner import LoadRate, Plan, PrefillCost, meet, plan
 from tierkv.engine.serve.request import Request
-from tierkv.storage.base import PageStore
+from tierkv.storage.base import PageLease, PageStore
 from tierkv.storage.clock import Clock
 from tierkv.storage.transfer.base import PageTransfer
 from tierkv.storage.types import TierName
@@ -39,6 +41,8 @@ LATE_FACTOR = 2.0
 PROBE_EVERY = 16
 """Loads that the plan rejects outright before one is tried all the same, to learn the rate."""
 RECHECK_S_MIN = 0.005
+LAYERED_WAIT_S = 1.0
+"""Longest a pass waits, in all, for pages that are being copied while it runs. Others are in it."""
 
 
 class RestoreMode(StrEnum):
@@ -70,6 +74,8 @@ class RestoreStats:
     """Sum of the plans' expected times, of the loads that ended."""
     taken_s: float
     """Sum of the times they took, from admission to the last page."""
+    layered: int = 0
+    """Passes that began before their last pages were there."""
 
 
 class Restore:
@@ -101,8 +107,8 @@ class Restore:
         self.rates: dict[TierName, LoadRate] = {}
         self._loads: dict[int, Load] = {}
         self._plans: dict[int, tuple[Plan, float]] = {}
-        self._orphans: list[Segment] = []
-        """Segments of ended requests whose copies still write."""
+        self._orphans: list[PageCopy] = []
+        """Of ended requests."""
         self._rejected_in_a_row = 0
         self._counts = Counter[str]()
         self._expected_s = 0.0
@@ -220,6 +226,55 @@ class Restore:
         load.drop_unwanted()
         return target
 
+    # --- passes that begin before their prefix is there ------------------------------------------
+
+    def layered_start(self, request: Request) -> int | None:
+        """Token from which a pass may compute while pages before it are still being copied.
+
+        None: not now. The whole rest of the load must have been fetched, so that nothing but a
+        copy of known length is waited for.
+        """
+        load = self._loads.get(request.request_id)
+        size = self._cache.page_tokens
+        if load is None or not load.layered or request.computed % size:
+            return None
+        return load.end * size if load.all_copying(request.computed // size) else None
+
+    def layer_gate(self, request: Request) -> Callable[[int], None]:
+        """What the pass calls before layer i's attention: returns when layer i is in the pool.
+
+        Raises TierIOError when a copy failed or is late: see stop_layered().
+        """
+        copies = [copy.event for copy in self._loads[request.request_id].copies]
+        until = self._clock.monotonic() + LAYERED_WAIT_S
+
+        def wait(layer: int) -> None:
+            for copy in copies:
+                copy.wait_layer(layer, max(0.0, until - self._clock.monotonic()))
+
+        return wait
+
+    def settle(self, request: Request) -> None:
+        """The pass has ended: take note of its copies, which have as good as ended too."""
+        load = self._loads[request.request_id]
+        for copy in load.copies:
+            if not copy.event.wait(LAYERED_WAIT_S):
+                load.layered = False
+        self._pump(load)
+        self._counts["layered"] += 1
+
+    def stop_layered(self, request: Request) -> None:
+        """A copy failed or was late for the pass: from now on the request waits for its pages.
+
+        What is under copy is cancelled; as soon as a copy has ended its pages are computed, since
+        nobody may write them before.
+        """
+        load = self._loads[request.request_id]
+        load.layered = False
+        for copy in load.copies:
+            copy.event.cancel()
+        self._pump(load)
+
     def detach(self, request: Request) -> PageArray:
         """End the request's load; returns pages that a copy still writes.
 
@@ -231,16 +286,15 @@ class Restore:
             return NO_PAGES
         load.give_up()
         held = load.copying_pages()
-        self._orphans.extend(load.under_way)
+        self._orphans.extend(load.copies)
         return held
 
     def close(self, timeout_s: float) -> None:
         """End all loads and wait for the copies under way, each at most `timeout_s`."""
         for load in list(self._loads.values()):
             self.detach(load.request)
-        for segment in self._orphans:
-            assert segment.event is not None
-            segment.event.wait(timeout_s)
+        for copy in self._orphans:
+            copy.event.wait(timeout_s)
         self._free_orphans()
 
     # --- time ----------------------------------------------------------------------------------
@@ -267,9 +321,10 @@ class Restore:
             recomputed_pages=self._counts["recomputed"],
             late=self._counts["late"],
             failed=self._counts["failed"],
+            layered=self._counts["layered"],
             outright=self._counts["outright"],
             active=len(self._loads),
-            orphaned_pages=sum(len(segment.copied) for segment in self._orphans),
+            orphaned_pages=sum(len(copy.pages) for copy in self._orphans),
             expected_s=self._expected_s,
             taken_s=self._taken_s,
         )
@@ -361,16 +416,40 @@ class Restore:
 
     def _pump(self, load: Load) -> None:
         """Copy what was fetched and note what was copied."""
-        for segment in list(load.under_way):
-            if segment.event is not None:
-                if segment.event.done:
-                    self._arrived(load, segment)
-            elif segment.done_s is not None and load.bound:
-                self._copy(load, segment)
+        while load.copies and load.copies[0].event.done:
+            self._arrived(load, load.copies.pop(0))
+        if load.bound:
+            fetched = [each for each in load.under_way if each.done_s is not None]
+            if fetched:
+                self._copy(load, sorted(fetched, key=lambda each: each.first))
 
-    def _copy(self, load: Load, segment: Segment) -> None:
-        """Take a fetched segment and start copying the pages of it that are still wanted."""
+    def _copy(self, load: Load, segments: list[Segment]) -> None:
+        """Take fetched segments and start copying the pages of them that are still wanted."""
         assert load.pages is not None
+        parts: list[tuple[PageLease, list[int]]] = []
+        views: list[memoryview] = []
+        for segment in segments:
+            lease, numbers = self._take(load, segment)
+            if numbers:
+                parts.append((lease, numbers))
+                views += [lease.views[number - segment.first] for number in numbers]
+            else:
+                lease.release()
+        if not parts:
+            return
+        pages = [number for _, numbers in parts for number in numbers]
+        for number in pages:
+            load.set(number, PageState.COPYING)
+        held = self._cache.pool.begin_copy(load.pages[pages])
+        event = self._transfer.scatter(views, held)
+        load.copies.append(PageCopy(parts, held, event))
+        event.add_done_callback(lambda _: self._wake())
+
+    def _take(self, load: Load, segment: Segment) -> tuple[PageLease, list[int]]:
+        """What a fetched segment brought, and the numbers of its pages that are still wanted."""
+        assert segment.done_s is not None
+        load.under_way.remove(segment)
+        load.last_s = max(load.last_s, segment.done_s)
         lease = segment.fetch.take(timeout_s=0.0)
         got = segment.first + len(lease.views)
         missing = len(load.wanted(got, segment.end))
@@ -378,36 +457,22 @@ class Restore:
             self._counts["failed"] += missing
             load.lose(got, segment.end)
         self._note_rate(segment, lease.tiers)
-        numbers = load.wanted(segment.first, got)
-        if not numbers:
-            lease.release()
-            load.under_way.remove(segment)
-            return
-        segment.lease = lease
-        segment.copied = numbers
-        for number in numbers:
-            load.set(number, PageState.COPYING)
-        segment.held = self._cache.pool.begin_copy(load.pages[numbers])
-        views = [lease.views[number - segment.first] for number in numbers]
-        segment.event = self._transfer.scatter(views, segment.held)
-        segment.event.add_done_callback(lambda _: self._wake())
+        return lease, load.wanted(segment.first, got)
 
-    def _arrived(self, load: Load, segment: Segment) -> None:
-        """The copy of a segment ended."""
-        assert segment.event is not None
-        assert segment.lease is not None
-        assert segment.held is not None
-        # Asked after the copy: a lease can end on its own while the bytes are read.
-        failed = segment.event.error is not None or not segment.lease.intact
-        segment.lease.release()
-        self._cache.pool.finish_copy(segment.held, free=False)
-        for number in segment.copied:
-            load.set(number, PageState.LOST if failed else PageState.ARRIVED)
-        self._counts["failed" if failed else "restored"] += len(segment.copied)
-        if failed:
-            reason = segment.event.error or "the lease ended during the copy"
-            log.warning("restore failed pages=%d: %s", len(segment.copied), reason)
-        load.under_way.remove(segment)
+    def _arrived(self, load: Load, copy: PageCopy) -> None:
+        """A copy ended."""
+        error = copy.event.error
+        self._cache.pool.finish_copy(copy.held, free=False)
+        for lease, numbers in copy.parts:
+            # Asked after the copy: a lease can end on its own while the bytes are read.
+            failed = error is not None or not lease.intact
+            lease.release()
+            for number in numbers:
+                load.set(number, PageState.LOST if failed else PageState.ARRIVED)
+            self._counts["failed" if failed else "restored"] += len(numbers)
+            if failed:
+                reason = error or "the lease ended during the copy"
+                log.warning("restore failed pages=%d: %s", len(numbers), reason)
 
     def _note_rate(self, segment: Segment, tiers: Sequence[TierName]) -> None:
         """A fetched segment says how fast its tier is, when all of it came from one."""
@@ -417,15 +482,13 @@ class Restore:
 
     def _free_orphans(self) -> None:
         left = []
-        for segment in self._orphans:
-            assert segment.event is not None
-            assert segment.lease is not None
-            assert segment.held is not None
-            if segment.event.done:
-                segment.lease.release()
-                self._cache.pool.finish_copy(segment.held, free=True)
-            else:
-                left.append(segment)
+        for copy in self._orphans:
+            if not copy.event.done:
+                left.append(copy)
+                continue
+            for lease, _ in copy.parts:
+                lease.release()
+            self._cache.pool.finish_copy(copy.held, free=True)
         self._orphans = left
 
     def _close(self, load: Load) -> None:

@@ -66,6 +66,9 @@ class Work:
     request: Request
     start: int
     end: int
+    layered: bool = False
+    """The pages from the request's front to `start` are still being copied: the pass waits for
+    them layer by layer, and settle() follows it."""
 
     @property
     def wants_token(self) -> bool:
@@ -209,20 +212,42 @@ class Scheduler:
             if budget == 0:
                 break
             if request.state is RequestState.PREFILL:
-                end = self._chunk_end(request, budget)
-                if end > request.computed:
-                    work.append(Work(request, request.computed, end))
-                    budget -= end - request.computed
+                chunk = self._chunk(request, budget, layered=not any(w.layered for w in work))
+                if chunk is not None:
+                    work.append(chunk)
+                    budget -= chunk.end - chunk.start
         # A request planned early may have been retracted to make room for a later one.
         return [each for each in work if each.request in self.running]
 
-    def _chunk_end(self, request: Request, budget: int) -> int:
-        """How far a prefill goes in this pass; its front itself when it waits for its load."""
+    def _chunk(self, request: Request, budget: int, *, layered: bool) -> Work | None:
+        """A prefill's part of this pass; None when it waits for its load.
+
+        `layered`: it may go on behind pages that are being copied. One request of a pass may, so
+        that one failed copy costs one restore.
+        """
         if self._restore is None:
-            return min(request.token_count, request.computed + budget)
+            end = min(request.token_count, request.computed + budget)
+            return Work(request, request.computed, end)
         if self._restore.advance(request):
             self._publish(request, copy=False)
-        return self._restore.chunk_end(request, budget)
+        end = self._restore.chunk_end(request, budget)
+        if end > request.computed:
+            return Work(request, request.computed, end)
+        start = self._restore.layered_start(request) if layered else None
+        if start is None:
+            return None
+        return Work(request, start, min(request.token_count, start + budget), layered=True)
+
+    def settle(self, work: Work) -> bool:
+        """After a layered pass, before its token is chosen: True when the pages were all right.
+
+        False: what it computed is worth nothing, and commit() must not hear of it.
+        """
+        assert self._restore is not None
+        self._restore.settle(work.request)
+        if self._restore.advance(work.request):
+            self._publish(work.request, copy=False)
+        return work.request.computed == work.start
 
     def commit(self, work: Sequence[Work], tokens: dict[int, int], eos: frozenset[int]) -> None:
         """Take note of a pass: its KV is in the pool; `tokens` by request id are its choices."""

@@ -8,7 +8,7 @@ follows from the last digest, so that a whole output is known from the prompt al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,7 +59,14 @@ class HashRunner:
         self._known: dict[bytes, bytes] = {}
         self.computed_tokens = 0
 
-    def run(self, sequences: Sequence[SequenceInput]) -> torch.Tensor:
+    def run(
+        self,
+        sequences: Sequence[SequenceInput],
+        before_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        if before_layer is not None:
+            for layer in range(LAYERS):
+                before_layer(layer)
         rows = []
         for each in sequences:
             start = each.context_len - len(each.token_ids)
