@@ -67,7 +67,28 @@ class TierStats:
     """None when healthy; else one line that says why writes or reads are refused now."""
 
 
-class Reservation:
+class Held(ABC):
+    """Something that is given back: by release(), or by leaving its with block."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+
+
+class Reservation(Held):
     """Slots that their holder may write and nobody can read. A context manager.
 
     Leaving the block without commit gives the slots back. Not thread-safe as a whole, but
@@ -84,24 +105,13 @@ class Reservation:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
     def release(self) -> None:
         """Give uncommitted slots back. Safe to call twice and after commit."""
         if self.open:
             self._tier.release(self)
 
 
-class Lease:
+class Lease(Held):
     """Committed pages that cannot be evicted while it is held. A context manager."""
 
     __slots__ = ("_tier", "checksums", "keys", "open", "owners", "slots")
@@ -125,17 +135,6 @@ class Lease:
 
     def __len__(self) -> int:
         return len(self.slots)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
     def release(self) -> None:
         """Let the pages go. Safe to call twice."""
@@ -364,7 +363,7 @@ class StoreStats:
     """None when every configured tier serves; else one line that says which does not and why."""
 
 
-class StoreReservation(ABC):
+class StoreReservation(Held):
     """Host slots that the caller fills in place. A context manager; owned by one thread."""
 
     views: list[memoryview]
@@ -372,17 +371,6 @@ class StoreReservation(ABC):
     slots: list[int]
     """Where each view lies in the arena, for writers that map it themselves (a daemon's clients).
     Empty once committed or released, like `views`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
     @abstractmethod
     def commit(
@@ -408,7 +396,7 @@ class StoreReservation(ABC):
         """Give back what was not committed. Idempotent."""
 
 
-class PageLease(ABC):
+class PageLease(Held):
     """A leading run of verified pages in host memory. A context manager."""
 
     keys: list[PageKey]
@@ -420,17 +408,6 @@ class PageLease(ABC):
     """Payload digest of each page as recorded when it was written; empty if checksums are off."""
     tiers: list[TierName]
     """Where each page was when it was asked for."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
 
     @property
     def intact(self) -> bool:
