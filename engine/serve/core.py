@@ -3,7 +3,8 @@
 Owns the scheduler, the pool's cache and the copies to and from the store; runs the model. One
 thread calls it, so that a test can drive it step by step. engine.py puts a thread around it.
 
-Life of a step: copies that ended -> admit -> plan -> forward -> sample -> commit -> tell sinks.
+Life of a step: copies that ended -> admit -> plan -> copies that may start -> forward -> sample
+-> commit -> tell sinks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tierkv.engine.serve.batch import SequenceInput
 from tierkv.engine.serve.engine_config import EngineConfig, EngineStats
 from tierkv.engine.serve.model import BeforeLayer
 from tierkv.engine.serve.offload import Offload
+from tierkv.engine.serve.pacing import DecodePace
 from tierkv.engine.serve.request import FinishReason, Request, RequestState
 from tierkv.engine.serve.restore import Restore
 from tierkv.engine.serve.runner import ModelRunner
@@ -77,6 +79,7 @@ class EngineCore:
         pool = PagePool(pages, config.page_tokens)
         self.cache = PrefixCache(tree, pool, self._evicted if tiers else None)
         self._copies_max = max(1, pages // 4)
+        self.pace = DecodePace()
         self.offload: Offload | None = None
         self.restore: Restore | None = None
         if tiers is not None:
@@ -180,11 +183,14 @@ class EngineCore:
         self._note_copies()
         self.scheduler.admit()
         work = self.scheduler.plan()
+        self._start_copies()
         if not work:
             self._close_ended()
             return False
         began = self._clock.monotonic()
         layered = any(each.layered for each in work)
+        decoding = all(each.request.state is RequestState.DECODE for each in work)
+        copying = self.offload is not None and self.offload.copying
         work, tokens = self._compute(work)
         # A pass that waited for copies says nothing of what computing costs.
         if self.restore is not None and not layered:
@@ -192,6 +198,8 @@ class EngineCore:
             count = sum(each.end - each.start for each in work)
             context = sum((each.end - each.start) * each.start for each in work) / count
             self.restore.cost.note(count, context, seconds)
+        if decoding:
+            self.pace.note(self._clock.monotonic() - began, len(work), copying=copying)
         self.scheduler.commit(work, tokens, self._eos)
         self._steps += 1
         self._generated_tokens += len(tokens)
@@ -219,6 +227,7 @@ class EngineCore:
 
         Waits for the copies, in groups, each within `timeout_s`.
         """
+        self.drain(timeout_s)
         evicted = 0
         while self.cache.tree.evictable_tokens:
             evicted += self.cache.evict(self._copies_max)
@@ -267,6 +276,12 @@ class EngineCore:
     def _evicted(self, run: Evicted) -> PageArray:
         assert self.offload is not None
         return self.offload.evicted(run)
+
+    def _start_copies(self) -> None:
+        """Let computed pages leave: as many as decoding bears, or all when nothing decodes."""
+        if self.offload is not None:
+            decodes = sum(r.state is RequestState.DECODE for r in self.scheduler.running)
+            self.offload.start_pending(self.pace.grant(decodes) if decodes else None)
 
     def _note_copies(self) -> None:
         if self.restore is not None:

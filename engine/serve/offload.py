@@ -1,7 +1,9 @@
 """Copies pages from the compute device into the store: on eviction, or as soon as computed.
 
 Owns the copies under way and what protects their pages: a run that left the tree is COPYING in
-the pool, a run that stays in it is locked there. Decides what is worth a copy; where a page goes
+the pool, a run that stays in it is locked there. Evicted pages leave at once, since somebody needs
+their room; computed ones wait in a bounded queue for start_pending(), which is told how many
+pages decoding bears. Decides what is worth a copy; where a page goes
 below host memory is the store's business. Runs on the engine thread, except for `_commit`, which
 runs where a copy ends. Stores are dropped, never waited for ("Data-path rules").
 """
@@ -39,6 +41,26 @@ class OffloadStats:
     failed: int
     """Copied, but the copy or its commit failed."""
     in_flight: int
+    pending: int = 0
+    """Computed pages that wait to be copied."""
+    put_off: int = 0
+    """Of those, given up for room or for newer ones; they are copied when they are evicted."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A computed run that is to be copied while it stays in the tree."""
+
+    hold: NodeRef
+    keys: list[PageKey]
+    pages: PageArray
+    first_token: int
+    started: int = 0
+    """Pages of it that were copied or dropped."""
+
+    @property
+    def left(self) -> int:
+        return len(self.keys) - self.started
 
 
 @dataclass(slots=True)
@@ -74,11 +96,17 @@ class Offload:
         self._cache = cache
         self._store = store
         self._transfer = transfer
-        self._policy = policy
+        self.policy = policy
+        """Changed between measurements only."""
         self._selective_hits = selective_hits
         self._in_flight_pages_max = in_flight_pages_max
         self._wake = wake
         self._under_way: deque[_Copy] = deque()
+        self._pending: deque[_Pending] = deque()
+        self._pending_pages = 0
+        self._queued: set[PageKey] = set()
+        """Keys of pending pages, so that none is queued twice."""
+        self._put_off = 0
         self._in_flight = 0
         self._copied = 0
         self._present = 0
@@ -107,21 +135,56 @@ class Offload:
     def published(self, hold: NodeRef, keys: Sequence[PageKey], first_page: int) -> None:
         """Pages from `first_page` to the end of `hold` are in the tree with their KV computed.
 
-        Copies them now if the write policy says so, under a hold of its own. `keys` are those of
-        the whole prefix.
+        Queues a copy of them if the write policy says so, under a hold of its own. `keys` are
+        those of the whole prefix. The oldest runs make room in a full queue.
         """
         page_count = hold.token_count // self._cache.page_tokens
-        if self._policy is WritePolicy.WRITE_BACK or first_page >= page_count:
+        if self.policy is WritePolicy.WRITE_BACK or first_page >= page_count:
             return
         if not self._hot(hold.node.hit_count):
             return
         fresh = list(keys[first_page:page_count])
-        missing = self._missing(fresh)
-        if missing:
-            pages = hold.pages[first_page:][missing]
-            own = self._cache.lock(Match(hold.node, hold.token_count, page_count))
-            first_token = first_page * self._cache.page_tokens
-            self._start(pages, [fresh[i] for i in missing], first_token, own)
+        missing = [i for i in self._missing(fresh) if fresh[i] not in self._queued]
+        if not missing:
+            return
+        pages = hold.pages[first_page:][missing]
+        first_token = first_page * self._cache.page_tokens
+        wanted = [fresh[i] for i in missing]
+        self._pending.append(_Pending(self._lock_again(hold), wanted, pages, first_token))
+        self._pending_pages += len(wanted)
+        self._queued.update(wanted)
+        while self._pending_pages > self._in_flight_pages_max and len(self._pending) > 1:
+            self._put_off += self._forget(self._pending.popleft())
+
+    def start_pending(self, pages_max: int | None) -> int:
+        """Start copying at most so many of the pages that wait; return how many.
+
+        None: as many as may be in flight.
+        """
+        room = max(0, self._in_flight_pages_max - self._in_flight)
+        left = room if pages_max is None else min(room, pages_max)
+        begun = 0
+        while left > 0 and self._pending:
+            run = self._pending[0]
+            part = slice(run.started, run.started + left)
+            keys = run.keys[part]
+            # Only a copy of the whole run says of the node that all of it is below.
+            first = run.first_token if len(keys) == len(run.keys) else run.hold.token_count
+            begun += self._start(run.pages[part], keys, first, self._lock_again(run.hold))
+            run.started += len(keys)
+            self._pending_pages -= len(keys)
+            self._queued.difference_update(keys)
+            left -= len(keys)
+            if run.left == 0:
+                self._forget(self._pending.popleft())
+        return begun
+
+    def put_off_pending(self) -> bool:
+        """Let go of the runs that wait, because their room is needed; True when any did."""
+        any_did = bool(self._pending)
+        while self._pending:
+            self._put_off += self._forget(self._pending.popleft())
+        return any_did
 
     def poll(self) -> int:
         """Take note of copies that ended; return how many. Called once a step."""
@@ -138,8 +201,12 @@ class Offload:
         return self.poll() > 0
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for every copy under way, at most `timeout_s` each; True when none is left."""
-        while self._under_way:
+        """Start what waits and wait for every copy, at most `timeout_s` each; True when none is
+        left."""
+        while self._pending or self._under_way:
+            self.start_pending(None)
+            if not self._under_way:
+                continue
             if not self.wait_for_one(timeout_s):
                 return False
         return True
@@ -152,20 +219,40 @@ class Offload:
             dropped=self._dropped,
             failed=self._failed,
             in_flight=self._in_flight,
+            pending=self._pending_pages,
+            put_off=self._put_off,
         )
 
+    @property
+    def copying(self) -> bool:
+        """True while a copy is under way."""
+        return bool(self._under_way)
+
     def check(self) -> None:
-        """Assert that the budget is that of the copies under way."""
+        """Assert that the budgets are those of the copies under way and of the runs that wait."""
+        assert self._pending_pages == sum(run.left for run in self._pending)
+        assert len(self._queued) == self._pending_pages
         assert self._in_flight == sum(len(copy.keys) for copy in self._under_way)
 
     def _hot(self, hit_count: int) -> bool:
-        selective = self._policy is WritePolicy.WRITE_THROUGH_SELECTIVE
+        selective = self.policy is WritePolicy.WRITE_THROUGH_SELECTIVE
         return not selective or hit_count >= self._selective_hits
 
     def _missing(self, keys: Sequence[PageKey]) -> list[int]:
         """Indexes of keys that no lower tier holds."""
         tiers = self._store.lookup(keys)
         return [i for i, tier in enumerate(tiers) if tier is None]
+
+    def _lock_again(self, hold: NodeRef) -> NodeRef:
+        size = self._cache.page_tokens
+        return self._cache.lock(Match(hold.node, hold.token_count, hold.token_count // size))
+
+    def _forget(self, run: _Pending) -> int:
+        """End a run that waited; returns the pages of it that were not started."""
+        self._cache.unlock(run.hold)
+        self._pending_pages -= run.left
+        self._queued.difference_update(run.keys[run.started :])
+        return run.left
 
     def _start(
         self, pages: PageArray, keys: list[PageKey], first_token: int, hold: NodeRef | None

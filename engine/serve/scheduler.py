@@ -171,7 +171,7 @@ class Scheduler:
         hit_pages = len(table)
         reserve = self._limits.watermark_pages if self.running else 0
         pages = None
-        if total - hit_pages + reserve <= self._cache.available_pages:
+        if self._has_room(total - hit_pages + reserve):
             pages = self._allocate(total - hit_pages, table.last_page)
         if pages is None:
             self._cache.unlock(hold)
@@ -291,13 +291,26 @@ class Scheduler:
 
     def _allocate(self, count: int, after: int | None) -> PageArray | None:
         """Pages from the cache, waiting a bounded time for demotions that will free some."""
-        pages = self._cache.allocate(count, after)
+        pages = None
+        if self._has_room(count):
+            pages = self._cache.allocate(count, after)
         deadline = self._clock.monotonic() + COPY_WAIT_S
         while pages is None and self._offload is not None and self._copies_would_do(count):
             if not self._offload.wait_for_one(deadline - self._clock.monotonic()):
                 break
             pages = self._cache.allocate(count, after)
         return pages
+
+    def _has_room(self, count: int) -> bool:
+        """True when so many pages are free or could be; runs that wait to be copied give way."""
+        if count <= self._cache.available_pages:
+            return True
+        offload = self._offload
+        return (
+            offload is not None
+            and offload.put_off_pending()
+            and count <= self._cache.available_pages
+        )
 
     def _copies_would_do(self, count: int) -> bool:
         copying = self._cache.pool.copying_count

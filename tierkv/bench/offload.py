@@ -2,14 +2,18 @@
 
 Points: one prefix, a disk throttled to several shares of the bandwidth at which loading takes as
 long as computing. Curves: recompute and restore from each real tier against prefix length. Each
-figure is a median of interleaved rounds; the prefix is in one place before each of them.
+figure is a median of interleaved rounds; the prefix is in one place before each of them. Last,
+what demotion costs decoding: time from token to token with and without copies under way.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
+import random
 import statistics
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +45,9 @@ FLUSH_S = 60.0
 MANUAL_SECTIONS = 60
 SUFFIX = "\n\nQuestion: which desk decides when nobody answers? Answer:"
 NEW_TOKENS = 8
+DECODE_PROMPT_TOKENS = 640
+DECODE_TOKENS = 64
+DECODE_SEED = 7
 MODES = (RestoreMode.RECOMPUTE, RestoreMode.LOAD, RestoreMode.AUTO)
 
 
@@ -126,9 +133,16 @@ class _Offload:
                 "throttle_bytes_per_s": throttle,
             },
         )
-        report.results = {"points": points, "curve": curve, "identical": int(self.identical)}
+        decode = self._decode_cost()
+        report.results = {
+            "points": points,
+            "curve": curve,
+            "identical": int(self.identical),
+            **decode,
+        }
         report.limits = {"even_gbs": even / 1e9}
         report.ratios = summary(points)
+        report.ratios["decode_cost"] = decode["decode_while_demoting_ms"] / decode["decode_ms"]
         return report
 
     def _point(self, tokens: int, bytes_per_s: float) -> dict[str, float]:
@@ -178,6 +192,47 @@ class _Offload:
             raise TierKVError(f"bench offload: only {output.cached.total} of {tokens} came back")
         assert output.ttft_s is not None
         return output.ttft_s
+
+    def _decode_cost(self) -> dict[str, float]:
+        """p50 from token to token of one request, alone and while its prompt is demoted."""
+        offload = self._engine.core.offload
+        assert offload is not None
+        policy = offload.policy
+        rng = random.Random(DECODE_SEED)
+        taken: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(2 * self._sizes.rounds):
+            for demoting in (False, True):
+                offload.policy = WritePolicy.WRITE_THROUGH if demoting else WritePolicy.WRITE_BACK
+                # Drawn anew, so that no tier holds it.
+                prompt = rng.sample(self._text, min(DECODE_PROMPT_TOKENS, len(self._text)))
+                taken[demoting] += asyncio.run(self._gaps(prompt, demoting))
+                self._engine.drop_gpu_cache()
+        offload.policy = policy
+        return {
+            "decode_ms": 1e3 * statistics.median(taken[False]),
+            "decode_while_demoting_ms": 1e3 * statistics.median(taken[True]),
+            "demoting_steps": len(taken[True]),
+            "demotion_pages_per_step": self._engine.core.pace.rate,
+        }
+
+    async def _gaps(self, prompt: list[int], demoting: bool) -> list[float]:
+        """Seconds between tokens, while pages leave (or none does)."""
+        offload = self._engine.core.offload
+        assert offload is not None
+        params = SamplingParams(max_tokens=DECODE_TOKENS, ignore_eos=True)
+        gaps: list[float] = []
+        last: float | None = None
+        async for event in self._engine.stream(prompt, params):
+            if event.output is not None:
+                break
+            now = time.perf_counter()
+            if last is not None:
+                gaps.append(now - last)
+            last = now
+            stats = offload.stats()
+            if demoting and len(gaps) > 1 and stats.in_flight + stats.pending == 0:
+                break
+        return gaps
 
     def _store_prompt(self, tokens: int) -> None:
         self._reference = self._ask(tokens).token_ids
