@@ -162,7 +162,7 @@ def locked_file(path: Path, operation: str, writable: bool = False) -> Iterator[
             raise ConfigError(f"{operation}: not a file; check the path")
         if not try_lock(fd):
             raise DirectoryInUseError(
-                f"{operation}: a process has it open; ask that process instead, with --url"
+                f"{operation}: a process has it open; stop it first, or ask it (tierkv stat)"
             )
         yield fd
     finally:

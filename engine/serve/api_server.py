@@ -78,7 +78,7 @@ async def _bind(runner: web.AppRunner, options: BindOptions) -> web.TCPSite:
         await site.start()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"listen on {options.host}:{options.port}: {error}; choose another --host or --port"
+            f"listen on {options.host}:{options.port}: {error}; choose another address or port"
         ) from error
     return site
 

@@ -245,7 +245,10 @@ def keep_prefixes(engine: Engine) -> None:
 
     engine.drop_gpu_cache()
     if not engine.flush(FLUSH_S):
-        write_note(f"tierkv: warning: not every page was stored within {FLUSH_S:.0f} s")
+        store = engine.stats().store
+        reason = store.degraded if store is not None else None
+        reason = reason or f"not durable within {FLUSH_S:.0f} s"
+        write_note(f"tierkv: warning: not every page was kept: {reason}")
 
 
 def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> EngineConfig:
