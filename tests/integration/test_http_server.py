@@ -48,7 +48,9 @@ class Server:
 def serving(model: Path, *arguments: str | Path) -> Iterator[Server]:
     """A server that accepts connections; killed at the end if it still runs."""
     command = [sys.executable, "-m", "tierkv.cli.main", "engine", "serve", "--port", "0"]
+    # A model this small is computed faster than loaded: where tokens came from is tested here.
     common = ["--model", str(model), "--pool", "8MiB", "--host", "8MiB", "--threads", "1"]
+    common += ["--restore", "load"]
     process = subprocess.Popen(
         [*command, *common, *map(str, arguments)],
         stdout=subprocess.PIPE,

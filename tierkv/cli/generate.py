@@ -50,6 +50,7 @@ def generate(
     admission: shared.AdmissionOption = shared.AdmissionChoice.ALL,
     max_context: shared.MaxContextOption = None,
     device: shared.DeviceOption = shared.DeviceChoice.AUTO,
+    restore: shared.RestoreOption = shared.RestoreChoice.AUTO,
     threads: shared.ThreadsOption = None,
     as_json: shared.JsonOption = False,
 ) -> int:
@@ -67,7 +68,11 @@ def generate(
         store=store,
     )
     engine_options = shared.EngineOptions(
-        model=model, device=device, threads=threads, max_context=max_context
+        model=model,
+        device=device,
+        threads=threads,
+        max_context=max_context,
+        restore=restore,
     )
     config = shared.engine_config_from_options(engine_options, cache)
 

@@ -37,6 +37,14 @@ class WritePolicyChoice(StrEnum):
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
 
 
+class RestoreChoice(StrEnum):
+    """Names of engine.serve.restore.RestoreMode."""
+
+    AUTO = "auto"
+    LOAD = "load"
+    RECOMPUTE = "recompute"
+
+
 class AdmissionChoice(StrEnum):
     """Names of storage.policy.AdmissionName."""
 
@@ -113,6 +121,12 @@ WritePolicyOption = Annotated[
 AdmissionOption = Annotated[
     AdmissionChoice, typer.Option("--admission", help="Which pages may go to disk.")
 ]
+RestoreOption = Annotated[
+    RestoreChoice,
+    typer.Option(
+        "--restore", help="Missing prefix: load and compute as measured, or only one of the two."
+    ),
+]
 DeviceOption = Annotated[DeviceChoice, typer.Option("--device", help="Where the model computes.")]
 ThreadsOption = Annotated[
     int | None, typer.Option("--threads", min=1, help="CPU threads of the model.")
@@ -182,6 +196,7 @@ class EngineOptions:
     max_running: int = 64
     schedule: str = "fcfs"
     evict_policy: str = "lru"
+    restore: str = "auto"
 
 
 def store_config_from_options(cache: CacheOptions) -> StoreConfig | None:
@@ -262,6 +277,7 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
 
     from tierkv.engine.serve.calibration import default_folder
     from tierkv.engine.serve.engine_config import EngineConfig
+    from tierkv.engine.serve.restore import RestoreMode
     from tierkv.engine.serve.scheduler import SchedulePolicy
     from tierkv.storage.policy import WritePolicy
 
@@ -273,6 +289,7 @@ def engine_config_from_options(options: EngineOptions, cache: CacheOptions) -> E
         max_running=options.max_running,
         schedule=SchedulePolicy(options.schedule),
         evict_policy=options.evict_policy,
+        restore=RestoreMode(options.restore),
         max_context=options.max_context,
         device=options.device,
         threads=options.threads,

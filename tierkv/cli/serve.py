@@ -92,6 +92,7 @@ def serve(
     admission: shared.AdmissionOption = shared.AdmissionChoice.HOTNESS,
     max_context: shared.MaxContextOption = None,
     device: shared.DeviceOption = shared.DeviceChoice.AUTO,
+    restore: shared.RestoreOption = shared.RestoreChoice.AUTO,
     threads: shared.ThreadsOption = None,
     as_json: shared.JsonOption = False,
 ) -> int:
@@ -117,6 +118,7 @@ def serve(
         max_running=max_running,
         schedule=schedule,
         evict_policy=evict_policy,
+        restore=restore,
     )
     return _run(server, cache, engine, as_json)
 

@@ -85,7 +85,7 @@ def test_r1_prefix_is_found_again_by_the_next_process(cli: Cli, tiny: Path, tmp_
     arena = tmp_path / "arena"
     common = ("generate", *SMALL, "--model", tiny, "--prompt", WORDS, "--max-tokens", "4", "--json")
     sizes = ("--host", "8MiB", "--nvme", "8MiB")
-    places = ("--nvme-dir", tmp_path / "nvme", "--host-arena", arena)
+    places = ("--nvme-dir", tmp_path / "nvme", "--host-arena", arena, "--restore", "load")
     cold = _json(cli(*common, *sizes, *places))
     assert cold["cached"]["host"] == cold["cached"]["nvme"] == 0
     again = _json(cli(*common, *sizes, *places))
