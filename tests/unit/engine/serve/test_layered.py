@@ -7,7 +7,7 @@ what a cold engine generates, for the restored request and for the one beside it
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,16 +69,17 @@ class LayerOps(HostOps):
 
 
 class WatchedPool(KVPool):
-    """Says when a layer's attention has run: the next layer asks for its slots."""
+    """Says when a pass has come to a layer, so that attention of those before it has run."""
 
     def __init__(self) -> None:
         device = torch.device("cpu")
         super().__init__(CONFIG, 80, PAGE, torch.float32, device)
-        self.second_layer = threading.Event()
+        self.watched = 1
+        self.reached = threading.Event()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if index == 1:
-            self.second_layer.set()
+        if index == self.watched:
+            self.reached.set()
         return super().layer(index)
 
 
@@ -166,20 +167,42 @@ def demoted(rig: Rig) -> list[int]:
     assert cold.cached.total == 0
     rig.core.drop_gpu_cache(DEADLINE_S)
     rig.pool.kv.fill_(float("nan"))
-    rig.pool.second_layer.clear()
+    rig.pool.reached.clear()
     return cold.output
 
 
 def test_attention_begins_before_the_last_layer_has_arrived(rig: Rig) -> None:
     cold = demoted(rig)
-    # The last layer moves only after the first one's attention ran.
-    rig.ops.gate = rig.pool.second_layer
+    # The last layer moves only after attention of all before it has run.
+    rig.pool.watched = CONFIG.num_layers - 1
+    passed = watch_gate(rig)
+    rig.ops.gate = rig.pool.reached
     rig.ops.waits_at = CONFIG.num_layers - 1
     again = rig.ask()
     rig.finish()
     assert again.output == cold
     assert again.cached.host == 48
     assert rig.layered() == 1
+    assert passed == list(range(CONFIG.num_layers))
+
+
+def watch_gate(rig: Rig) -> list[int]:
+    """Layers whose attention was let go, each of which must have arrived before."""
+    assert rig.core.restore is not None
+    make, passed = rig.core.restore.layer_gate, list[int]()
+
+    def watched(request: Request) -> Callable[[int], None]:
+        gate = make(request)
+
+        def wait(layer: int) -> None:
+            gate(layer)
+            assert layer in rig.ops.arrived, f"layer {layer} is read before it is there"
+            passed.append(layer)
+
+        return wait
+
+    rig.core.restore.layer_gate = watched  # type: ignore[method-assign]
+    return passed
 
 
 def test_a_long_rest_is_computed_in_chunks_behind_the_restored_prefix() -> None:
@@ -208,7 +231,7 @@ def test_w6_a_copy_that_fails_at_a_layer_gives_the_cold_tokens(
     if layer > 0:
         # In the middle of the pass, after its first attention.
         rig.ops.waits_at = layer
-        rig.ops.gate = rig.pool.second_layer
+        rig.ops.gate = rig.pool.reached
         rig.ops.gate.clear()
     again = rig.ask()
     rig.finish()
