@@ -16,6 +16,7 @@ from tests.support.hash_model import HashRunner, expected_output, hash_config
 from tierkv.engine.serve.core import EngineCore, Tiers
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.request import FinishReason, Request, RequestState, request_ids
+from tierkv.engine.serve.restore import RestoreMode
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.engine.serve.scheduler import SchedulePolicy
 from tierkv.storage.clock import SystemClock
@@ -117,6 +118,9 @@ class Traffic:
             arrival_s=SystemClock().monotonic(),
         )
         self.live[request.request_id] = request
+        assert self.core.restore is not None
+        # By the plan alone, so small a model would soon load nothing any more.
+        self.core.restore.mode = self.rng.choice([RestoreMode.AUTO, RestoreMode.LOAD])
         self.core.submit(request, self.heard)
 
     def heard(self, request: Request, token: int | None) -> None:
