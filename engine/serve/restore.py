@@ -10,13 +10,14 @@ tier. Runs on the engine thread. What is late, lost or corrupt is a miss: the re
                 chunk_end() how far to compute now; the front itself means: better wait, or
                 layered_start() where a pass may begin that meets the copies layer by layer
     that pass   layer_gate() waits for a layer of them; then settle(), or stop_layered()
-    any time    detach()    ends the load; pages still under copy are freed when the copy ends
+    any time    stuck()     a copy outlasts every deadline: the request must leave its pages
+                detach()    ends the load; pages still under copy are freed when the copy ends
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -36,11 +37,14 @@ log = logging.getLogger(__name__)
 SEGMENTS = 16
 """Pieces a run is loaded in: the finer, the closer computing and loading meet."""
 SEGMENT_PAGES_MAX = 64
+STUCK_GRACE_S = 1.0
+"""A copy that began in time may end so much after the deadline."""
 LATE_FACTOR = 2.0
 """A segment that takes this many times as long as expected is late: plan again."""
 PROBE_EVERY = 16
 """Loads that the plan rejects outright before one is tried all the same, to learn the rate."""
 RECHECK_S_MIN = 0.005
+STUCK_KEPT = 1024
 LAYERED_WAIT_S = 1.0
 """Longest a pass waits, in all, for pages that are being copied while it runs. Others are in it."""
 
@@ -109,6 +113,8 @@ class Restore:
         self._plans: dict[int, tuple[Plan, float]] = {}
         self._orphans: list[PageCopy] = []
         """Of ended requests."""
+        self._stuck: deque[int] = deque(maxlen=STUCK_KEPT)
+        """Requests that compute everything, since a copy for them did not end."""
         self._rejected_in_a_row = 0
         self._counts = Counter[str]()
         self._expected_s = 0.0
@@ -124,7 +130,7 @@ class Restore:
         """
         if request.request_id in self._loads or len(self._loads) >= self._loads_max:
             return
-        if self.mode == RestoreMode.RECOMPUTE:
+        if self.mode == RestoreMode.RECOMPUTE or request.request_id in self._stuck:
             return
         keys = request.page_keys[gpu_pages : request.restorable_pages(self._cache.page_tokens)]
         tiers = leading(self._store.lookup(keys))
@@ -166,7 +172,7 @@ class Restore:
         self._free_orphans()
         now = self._clock.monotonic()
         for load in list(self._loads.values()):
-            if now >= load.deadline_s and not load.over:
+            if now >= load.deadline_s and load.under_way:
                 self._counts["late"] += 1
                 load.give_up()
             self._pump(load)
@@ -275,6 +281,26 @@ class Restore:
             copy.event.cancel()
         self._pump(load)
 
+    def stuck(self, request: Request) -> bool:
+        """True when a copy into the request's pages has outlasted the load's deadline.
+
+        Nobody may write those pages until it ends, if ever: the request must leave them (detach)
+        and begin again with others. It loads nothing then.
+        """
+        load = self._loads.get(request.request_id)
+        if load is None or not load.copies:
+            return False
+        if self._clock.monotonic() < load.deadline_s + STUCK_GRACE_S:
+            return False
+        log.error(
+            "restore stuck request=%d pages=%d", request.request_id, len(load.copying_pages())
+        )
+        for copy in load.copies:
+            copy.event.cancel()
+        self._counts["failed"] += len(load.copying_pages())
+        self._stuck.append(request.request_id)
+        return True
+
     def detach(self, request: Request) -> PageArray:
         """End the request's load; returns pages that a copy still writes.
 
@@ -306,7 +332,7 @@ class Restore:
         for load in self._loads.values():
             if load.over:
                 continue
-            waits.append(load.deadline_s - now)
+            waits.append(load.deadline_s + (STUCK_GRACE_S if load.copies else 0.0) - now)
             if load.bound:
                 waited = now - load.progress_s
                 late = self._late_after_s(self._segment_s(load), load.request.computed)

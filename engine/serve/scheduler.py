@@ -114,6 +114,9 @@ class Scheduler:
 
     def admit(self) -> None:
         """Move waiting requests to running while there is room, in policy order."""
+        if self._restore is not None:
+            for request in [r for r in self.running if self._restore.stuck(r)]:
+                self._retract(request)
         if not self.waiting:
             return
         produced = self._keys_being_produced()

@@ -266,6 +266,23 @@ def test_h1_a_layer_that_does_not_come_costs_a_bounded_wait(
     assert rig.layered() == 0
 
 
+def test_h1_a_copy_that_never_ends_costs_the_deadline(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restore, "LAYERED_WAIT_S", 0.02)
+    monkeypatch.setattr(restore, "STUCK_GRACE_S", 0.0)
+    cold = demoted(rig)
+    assert rig.core.restore is not None
+    rig.core.restore._deadline_s = 0.1
+    rig.ops.waits_at = 2
+    again = rig.ask()
+    rig.finish()
+    assert again.output == cold
+    assert again.retractions == 1
+    assert rig.core.restore.stats().orphaned_pages == 12
+    assert rig.core.cache.pool.copying_count == 12, "a copy may still write them"
+
+
 def test_l1_a_lease_that_ends_during_a_layered_pass_is_a_miss(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
