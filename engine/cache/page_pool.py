@@ -220,19 +220,12 @@ class PagePool:
         self._reading_count += indexes.size
         return self._begin(pages, reads=True)
 
-    def finish_copy(self, copy: PagesInCopy | PageArray | Sequence[int], free: bool) -> None:
+    def finish_copy(self, copy: PagesInCopy, free: bool) -> None:
         """End a copy: back to USED, or to FREE (a demotion that is done, a restore that failed).
 
-        Asserts when a copy that was tied to the pages has not ended, and on a second end. Bare
-        indexes name any pages whose copies were never tied to a completion. `free` is not for
-        begin_read(): the pages have their holder.
+        Asserts when a copy that was tied to the pages has not ended, and on a second end. `free`
+        is not for begin_read(): the pages have their holder.
         """
-        if not isinstance(copy, PagesInCopy):
-            tied = [c.pages for c in self._tied if not c.reads]
-            wrong = np.intersect1d(self._indexes(copy), np.concatenate(tied)) if tied else ()
-            assert len(wrong) == 0, f"finish_copy: pages {list(wrong)[:8]} are tied to a copy"
-            self._end_copy(copy, free)
-            return
         assert not copy.finished, "finish_copy: a copy ends once"
         assert not copy.under_way, "finish_copy: the copy has not ended"
         if copy.reads:

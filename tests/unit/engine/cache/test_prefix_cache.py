@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tierkv.engine.cache.node import Evicted, PageArray
-from tierkv.engine.cache.page_pool import PagePool
+from tierkv.engine.cache.page_pool import PagePool, PagesInCopy
 from tierkv.engine.cache.prefix_cache import NO_PAGES, PrefixCache
 from tierkv.engine.cache.radix import RadixTree
 from tierkv.storage.types import PackedTokens, PageKey, pack_tokens
@@ -27,15 +27,14 @@ class Demotions:
 
     def __init__(self, pool: PagePool, take: int) -> None:
         self.pool, self.take = pool, take
-        self.copying: list[PageArray] = []
+        self.copying: list[PagesInCopy] = []
         self.runs: list[Evicted] = []
 
     def __call__(self, run: Evicted) -> PageArray:
         self.runs.append(run)
         taken = run.pages[: self.take]
         if len(taken):
-            self.pool.begin_copy(taken)
-            self.copying.append(taken)
+            self.copying.append(self.pool.begin_copy(taken))
         return taken
 
 
