@@ -162,7 +162,7 @@ def locked_file(path: Path, operation: str, writable: bool = False) -> Iterator[
             raise ConfigError(f"{operation}: not a file; check the path")
         if not try_lock(fd):
             raise DirectoryInUseError(
-                f"{operation}: a process has it open; stop it first, or ask it with tierkv stat --url"
+                f"{operation}: a process has it open; stop it first, or ask it: tierkv stat --url"
             )
         yield fd
     finally:

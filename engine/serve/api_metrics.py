@@ -155,10 +155,12 @@ def _engine_counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
 
 def _offload_metrics(stats: OffloadStats) -> Iterator[Metric]:
     yield GaugeMetricFamily("tierkv_offload_running_pages", "Pages under copy", stats.in_flight)
+    yield GaugeMetricFamily("tierkv_offload_pending_pages", "Pages to be copied", stats.pending)
     for name, text, value in (
         ("copied", "Pages committed to the store", stats.copied),
         ("present", "Pages a lower tier had already", stats.present),
         ("dropped", "Pages not copied", stats.dropped),
+        ("put_off", "Pages left for their eviction, copies being paced", stats.put_off),
         ("failed", "Pages whose copy failed", stats.failed),
     ):
         yield CounterMetricFamily(f"tierkv_offload_{name}_pages", text, value)
@@ -170,6 +172,7 @@ def _restore_metrics(stats: RestoreStats) -> Iterator[Metric]:
         ("loads", "Loads planned", stats.loads),
         ("outright", "Tier hits computed outright, being cheaper", stats.outright),
         ("pages", "Pages copied into the pool", stats.restored_pages),
+        ("layered_passes", "Passes begun while pages were still arriving", stats.layered),
         ("recomputed_pages", "Pages computed before they came", stats.recomputed_pages),
         ("late_loads", "Loads past their deadline", stats.late),
         ("failed_pages", "Pages whose fetch or copy failed", stats.failed),

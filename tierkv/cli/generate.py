@@ -67,13 +67,7 @@ def generate(
         admission=admission,
         store=store,
     )
-    engine_options = shared.EngineOptions(
-        model=model,
-        device=device,
-        threads=threads,
-        max_context=max_context,
-        restore=restore,
-    )
+    engine_options = shared.EngineOptions(model, device, threads, max_context, restore=restore)
     config = shared.engine_config_from_options(engine_options, cache)
 
     from tierkv.engine.serve.engine import Engine

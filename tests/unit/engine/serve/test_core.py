@@ -309,20 +309,21 @@ def page_bytes() -> int:
     return HashRunner(hash_config(VOCAB, MAX_CONTEXT), 1, PAGE).pool.page_bytes
 
 
-def only_on_nvme(bench: Bench, store: TieredStore) -> None:
-    """Push everything cached down to the lowest tier."""
+def only_on_nvme(bench: Bench, store: TieredStore, prompt: list[int]) -> Request:
+    """Compute a prompt, then push everything cached down to the lowest tier."""
+    request = bench.submit(prompt)
+    bench.finish()
     bench.core.drop_gpu_cache(DEADLINE_S)
     assert store.flush(DEADLINE_S)
     assert store.trim(TierName.HOST, 0) > 0
+    return request
 
 
 def test_p4_prefetch_starts_when_the_request_is_queued() -> None:
     store, nvme = store_of(page_bytes())
     bench = Bench(store=store, max_running=1)
     prompt = numbers(1, 21)
-    bench.submit(prompt)
-    bench.finish()
-    only_on_nvme(bench, store)
+    only_on_nvme(bench, store, prompt)
     running = bench.submit(numbers(2, 6), count=40)
     bench.step()
     gate = nvme.hold("read")
@@ -341,9 +342,7 @@ def test_h1_a_tier_that_never_answers_costs_the_deadline_not_the_request() -> No
     store, nvme = store_of(page_bytes())
     bench = Bench(store=store, restore_deadline_s=10.0)
     prompt = numbers(1, 21)
-    bench.submit(prompt)
-    bench.finish()
-    only_on_nvme(bench, store)
+    only_on_nvme(bench, store, prompt)
     gate = nvme.hold("read")
     late = bench.submit(prompt)
     # Waits for a moment, since a load may be quick; then computes although nothing has come.
@@ -366,9 +365,7 @@ def test_p1_a_load_that_turns_out_slow_is_overtaken_by_computing() -> None:
     store, nvme = store_of(page_bytes())
     bench = Bench(store=store, restore_deadline_s=1000.0)
     prompt = numbers(1, 21)
-    bench.submit(prompt)
-    bench.finish()
-    only_on_nvme(bench, store)
+    only_on_nvme(bench, store, prompt)
     gate = nvme.hold("read")
     late = bench.submit(prompt)
     bench.run_until(lambda: late.state is RequestState.PREFILL)
@@ -388,9 +385,7 @@ def test_h3_aborting_waiting_requests_gives_their_fetches_back() -> None:
     store, nvme = store_of(page_bytes())
     bench = Bench(store=store, max_running=2)
     prompt = numbers(1, 21)
-    bench.submit(prompt)
-    bench.finish()
-    only_on_nvme(bench, store)
+    only_on_nvme(bench, store, prompt)
     gate = nvme.hold("read")
     for _ in range(50):
         request = bench.submit(prompt)
@@ -429,9 +424,7 @@ def test_w6_a_corrupt_page_is_computed_and_never_read() -> None:
     store, nvme = store_of(page_bytes())
     bench = Bench(store=store)
     prompt = numbers(1, 21)
-    request = bench.submit(prompt)
-    bench.finish()
-    only_on_nvme(bench, store)
+    request = only_on_nvme(bench, store, prompt)
     nvme.flip_bit(request.page_keys[2])
     before = bench.runner.computed_tokens
     again = bench.submit(prompt)
