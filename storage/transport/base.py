@@ -1,0 +1,394 @@
+"""The transport contract: page bytes and small messages between two nodes.
+
+Owns the values that cross the contract and PeerRead, the handle of a read under way. Knows no
+keys, leases or checksums: storage above it leases before a read and checks lease and checksum
+after it. Implementations: tcp.py. Each passes transport_conformance.py.
+
+What a read says about each page:
+
+    OK      every byte of the range arrived, from the arena that was asked for
+    GONE    the peer answered: that arena is not registered any more. A miss, not a failure
+    FAILED  nothing is known: connection lost, deadline passed, refused. Counts against the peer
+
+Invariants: a page is OK or its destination is undefined, never part of a page; destinations
+belong to the transport from read() until the read is done, and after that it never writes to
+them; every wait ends at a deadline; a failure raises TierIOError, or is FAILED in a read.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from tierkv.storage.errors import ConfigError, TierIOError
+
+BOOT_TOKEN_BYTES = 16
+GENERATION_NONE = 0
+"""The generation of a node that has no arena registered."""
+PAGE_BYTES_MAX = (1 << 32) - 1
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGeometry:
+    """How registered memory is cut, in bytes. The fields of storage.arena.ArenaGeometry.
+
+    The payload of slot n starts at `first_slot + n * slot_bytes + payload_offset`.
+    """
+
+    total_bytes: int
+    first_slot: int
+    slot_bytes: int
+    payload_offset: int
+    page_bytes: int
+    slot_count: int
+
+    def problem(self) -> str | None:
+        """Why no memory can be cut like this; None when it can. Values may be a peer's."""
+        values = (self.total_bytes, self.slot_bytes, self.page_bytes, self.slot_count)
+        if min(values) < 1 or min(self.first_slot, self.payload_offset) < 0:
+            return f"sizes must be positive, got {self}"
+        if self.payload_offset + self.page_bytes > self.slot_bytes:
+            return f"page of {self.page_bytes} bytes does not fit its slot of {self.slot_bytes}"
+        if self.first_slot + self.slot_count * self.slot_bytes > self.total_bytes:
+            return f"{self.slot_count} slots do not fit {self.total_bytes} bytes"
+        return None
+
+    def payload(self, slot: int) -> PageRange:
+        """Where the payload of `slot` lies. ValueError when there is no such slot."""
+        if not 0 <= slot < self.slot_count:
+            raise ValueError(f"slot: expected 0 to {self.slot_count - 1}, got {slot}")
+        start = self.first_slot + slot * self.slot_bytes + self.payload_offset
+        return PageRange(start, self.page_bytes)
+
+
+class PageRange(NamedTuple):
+    """A run of bytes in a peer's arena: half-open, from `offset` for `length` bytes."""
+
+    offset: int
+    length: int
+
+
+class PageOutcome(Enum):
+    """See the table at the top."""
+
+    OK = "ok"
+    GONE = "gone"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerIdentity:
+    """Who a peer is: another boot token is another process, whatever its address."""
+
+    boot_token: bytes
+    generation: int
+    """Of the peer's arena when it was connected; GENERATION_NONE when it had none."""
+    geometry: SlotGeometry | None
+
+
+@dataclass(frozen=True, slots=True)
+class TransportLimits:
+    """Bounds of one transport. Checked before anything is allocated."""
+
+    read_pages: int = 4096
+    """Ranges of one read."""
+    page_bytes: int = 1 << 30
+    """Length of one range."""
+    message_bytes: int = 1 << 20
+    """Length of a message and of its answer."""
+    queued_reads: int = 256
+    """Reads of one peer that have not ended; more are refused and counted."""
+    read_connections: int = 2
+    message_connections: int = 2
+    peer_connections: int = 128
+    """Connections that peers may have open to this node, all together."""
+    handshake_s: float = 5.0
+    io_s: float = 10.0
+    """Longest silence in the middle of a frame."""
+    idle_s: float = 600.0
+    """A connection that asks nothing for so long is closed; the peer opens another."""
+    wait_s: float = 600.0
+    """Longest timeout a caller may ask for."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(
+                    f"transport limits: {name} must be positive, got {getattr(self, name)}"
+                )
+        if self.page_bytes > PAGE_BYTES_MAX:
+            raise ConfigError(
+                f"transport limits: page_bytes must be at most {PAGE_BYTES_MAX}, "
+                f"got {self.page_bytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStats:
+    """One connected peer. Counters run from connect()."""
+
+    connections: int
+    open_reads: int
+    pages_ok: int
+    pages_gone: int
+    pages_failed: int
+    bytes_read: int
+    """Of pages that are OK."""
+    messages: int
+    messages_failed: int
+    rejected_reads: int
+    """Reads refused because too many were under way; their pages are in pages_failed."""
+    worker_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportStats:
+    """What this node serves to others. Counters run from the start."""
+
+    connections: int
+    served_pages: int
+    served_bytes: int
+    served_messages: int
+    gone_pages: int
+    refused_connections: int
+    """Too many, wrong key, another version, or no TierKV at all."""
+    broken_connections: int
+    """Ended by an error after they were accepted."""
+    thread_restarts: int
+
+
+class PeerRead:
+    """A read under way. Thread-safe; done once, at the latest at its deadline."""
+
+    def __init__(self, pages: int) -> None:
+        self._changed = threading.Condition()
+        self._outcomes = [PageOutcome.FAILED] * pages
+        self._left = pages
+        self._error: str | None = None
+        self._done = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def done(self) -> bool:
+        """True once no byte of it moves any more."""
+        return self._done
+
+    @property
+    def error(self) -> str | None:
+        """The first failure, one line; None while there is none."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once when done, from the thread that ends the read; at once when it
+        is done already. What it raises is logged."""
+        with self._changed:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        _call(callback)
+
+    def take(self, timeout_s: float) -> list[PageOutcome]:
+        """Wait, then say what became of each page, in the order asked. Does not end the read.
+
+        TierIOError when it is not done in `timeout_s`: the destinations are not the caller's yet.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done, max(0.0, timeout_s)):
+                raise TierIOError(
+                    f"read from peer: not done after {timeout_s:g} s, {self._left} pages left; "
+                    "wait for its deadline before the memory is used again"
+                )
+            return list(self._outcomes)
+
+    def settle(self, start: int, outcomes: Sequence[PageOutcome], error: str | None = None) -> bool:
+        """By the transport, once for each page: pages from `start` on have ended so.
+
+        True when that was the last of them, so that the read is done. O(pages settled).
+        """
+        with self._changed:
+            assert len(outcomes) <= self._left, "a page is settled once"
+            self._outcomes[start : start + len(outcomes)] = outcomes
+            self._left -= len(outcomes)
+            self._error = self._error or error
+            if self._left or self._done:
+                return False
+            self._done = True
+            self._changed.notify_all()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            _call(callback)
+        return True
+
+
+class Peer(ABC):
+    """A node that was connected. All methods are thread-safe.
+
+    Its identity does not change: when the peer restarts, everything fails until the caller
+    connects again and thereby learns the new one.
+    """
+
+    address: str
+    identity: PeerIdentity
+
+    @abstractmethod
+    def read(
+        self,
+        ranges: Sequence[PageRange],
+        into: Sequence[memoryview],
+        timeout_s: float,
+        generation: int | None = None,
+    ) -> PeerRead:
+        """Copy ranges of the peer's arena into local memory, without asking its application.
+
+        `into`: one writable view a range, of its length; they may not overlap. They belong to the
+        transport until the read is done. `generation`: of the arena that the offsets belong to,
+        None is the identity's. Never waits: a read above the limits in number is refused, all its
+        pages FAILED. ValueError when ranges, views or the timeout cannot be meant.
+        """
+
+    @abstractmethod
+    def message(self, payload: bytes, timeout_s: float) -> bytes:
+        """Hand `payload` to the peer's handler and return its answer. Waits.
+
+        TierIOError when there is no answer in time or the handler refused; it may have run all
+        the same. TierClosedError after close(). ValueError for a payload above the limit.
+        """
+
+    @abstractmethod
+    def stats(self) -> PeerStats:
+        """Counters, consistent with each other. O(1)."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert the invariants. O(open reads)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all reads (FAILED) and let the connections go. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+Handler = Callable[[PeerIdentity, bytes], bytes]
+"""Answers a message. Called from several threads; what it raises goes to the sender as a failure.
+The identity has the sender's boot token; senders do not say what arena they have."""
+
+
+class Transport(ABC):
+    """One node's end. All methods are thread-safe."""
+
+    name: str
+    boot_token: bytes
+
+    @abstractmethod
+    def register(self, memory: memoryview, geometry: SlotGeometry) -> int:
+        """Let peers read `memory`; returns its generation, never the same twice.
+
+        `memory` is read in place until unregister() or close(); one arena at a time. ConfigError
+        when the geometry does not fit or another arena is registered.
+        """
+
+    @abstractmethod
+    def unregister(self) -> None:
+        """Let peers read nothing. When it returns, no byte is read from the memory any more.
+
+        Reads under way fail, later ones are GONE. TierIOError when a copy does not end in io_s.
+        Idempotent.
+        """
+
+    @abstractmethod
+    def listen(self, host: str, port: int, handler: Handler) -> tuple[str, int]:
+        """Serve peers at this address; returns it with the port that was taken (port 0: any).
+
+        ConfigError when the address cannot be used, or is all interfaces and that was not asked
+        for; the message says which. Once a transport.
+        """
+
+    @abstractmethod
+    def connect(self, host: str, port: int, timeout_s: float) -> Peer:
+        """Connect and prove to each other who is there.
+
+        TierIOError, one line, when nobody answers in time, the peer has another version or key.
+        """
+
+    @abstractmethod
+    def stats(self) -> TransportStats:
+        """Counters, consistent with each other. O(1)."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert the invariants. O(connections)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop serving, close the peers, read nothing more. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def new_boot_token() -> bytes:
+    """A token that no other process has."""
+    return secrets.token_bytes(BOOT_TOKEN_BYTES)
+
+
+def check_read(
+    ranges: Sequence[PageRange],
+    into: Sequence[memoryview],
+    timeout_s: float,
+    limits: TransportLimits,
+) -> None:
+    """ValueError unless these can be the arguments of Peer.read(). O(pages)."""
+    if not 1 <= len(ranges) <= limits.read_pages or len(into) != len(ranges):
+        raise ValueError(
+            f"read from peer: expected 1 to {limits.read_pages} ranges with a view each, "
+            f"got {len(ranges)} and {len(into)}"
+        )
+    if not 0 < timeout_s <= limits.wait_s:
+        raise ValueError(
+            f"read from peer: expected a timeout up to {limits.wait_s:g} s, got {timeout_s}"
+        )
+    for (offset, length), view in zip(ranges, into, strict=True):
+        if offset < 0 or not 1 <= length <= limits.page_bytes or offset + length >= 1 << 63:
+            raise ValueError(
+                f"read from peer: expected 1 to {limits.page_bytes} bytes at an offset, "
+                f"got {length} at {offset}"
+            )
+        if view.readonly or not view.c_contiguous or view.nbytes != length:
+            raise ValueError(
+                f"read from peer: expected a writable view of {length} bytes, got {view.nbytes}"
+            )
+
+
+def _call(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:
+        # A careless callback must not end the thread that happens to run it (lesson H2).
+        log.exception("transport: a read's callback failed")
