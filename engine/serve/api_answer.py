@@ -158,6 +158,21 @@ def tierkv_body(outputs: Sequence[RequestOutput]) -> Json:
         },
         "ttft_s": max(firsts, default=None),
         "queued_s": max((output.queued_s for output in outputs), default=0.0),
+        "plans": [plan_body(output) for output in outputs if output.plan is not None],
+    }
+
+
+def plan_body(output: RequestOutput) -> Json:
+    """How a missing prefix was to be brought back, to be held against what came of it."""
+    plan = output.plan
+    assert plan is not None
+    return {
+        "compute_tokens": plan.compute_tokens,
+        "load_tokens": plan.load_tokens,
+        "expected_s": plan.expected_s,
+        "compute_all_s": plan.compute_all_s,
+        "load_all_s": plan.load_all_s,
+        "loaded_tokens": output.cached.total - output.cached.gpu,
     }
 
 

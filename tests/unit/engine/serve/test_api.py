@@ -14,9 +14,11 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from tests.support.fake_engine import MAX_CONTEXT, START, VOCAB_SIZE, FakeEngine, Script
 from tierkv.engine.serve.api import ApiOptions, ApiServer
+from tierkv.engine.serve.api_answer import tierkv_body
 from tierkv.engine.serve.api_schema import PROMPTS_MAX, SALT_CHARS_MAX, STOPS_MAX
 from tierkv.engine.serve.api_stream import merge
-from tierkv.engine.serve.request import CachedTokens, FinishReason
+from tierkv.engine.serve.planner import Plan
+from tierkv.engine.serve.request import CachedTokens, FinishReason, RequestOutput
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.storage.errors import RequestError, TierIOError
 
@@ -96,9 +98,35 @@ async def test_completion_has_openai_shape_and_tier_detail() -> None:
             "cached_tokens": {"gpu": 1, "host": 2, "nvme": 3, "remote": 0},
             "ttft_s": 0.5,
             "queued_s": 0.25,
+            "plans": [],
         },
     }
     assert engine.calls[0].prompt == [START, *b"abcdefgh"]
+
+
+def test_the_plan_of_a_restore_is_told_beside_what_came_of_it() -> None:
+    output = RequestOutput(
+        request_id=1,
+        prompt_token_ids=(1,) * 100,
+        token_ids=(2,),
+        text="",
+        finish_reason=FinishReason.LENGTH,
+        cached=CachedTokens(gpu=16, nvme=48),
+        queued_s=0.0,
+        ttft_s=0.5,
+        total_s=0.6,
+        plan=Plan(32, 48, 0.25, 0.7, 0.4),
+    )
+    assert tierkv_body([output])["plans"] == [
+        {
+            "compute_tokens": 32,
+            "load_tokens": 48,
+            "expected_s": 0.25,
+            "compute_all_s": 0.7,
+            "load_all_s": 0.4,
+            "loaded_tokens": 48,
+        }
+    ]
 
 
 async def test_chat_has_openai_shape() -> None:
