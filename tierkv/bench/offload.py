@@ -77,7 +77,8 @@ def run(
     for offload.csv, offload.json and offload.png.
     """
     folder = resolve_model(model or bundled_gguf(), default_model_cache())
-    config = EngineConfig(model=folder)
+    # The slowest point must be allowed to load to the end.
+    config = EngineConfig(model=folder, restore_deadline_s=300.0)
     page_bytes = page_size(config, load_config(folder), choose_device(config.device)[1])
     with tempfile.TemporaryDirectory(prefix="tierkv-bench-", dir=directory) as scratch:
         device = ThrottledDevice(DirectDevice(), UNTHROTTLED)
