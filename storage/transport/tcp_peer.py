@@ -192,8 +192,13 @@ class TcpPeer(Peer):
                 name=f"tierkv-read-{self.address}-{len(self._workers)}",
                 daemon=True,
             )
+            try:
+                worker.start()
+            except RuntimeError as error:
+                # The system gives no more threads: what no worker takes ends at its deadline.
+                log.error("peer=%s worker=not started reason=%s", self.address, error)
+                return
             self._workers.append(worker)
-            worker.start()
 
     def _work(self) -> None:
         """Life of one worker thread, with a connection of its own."""

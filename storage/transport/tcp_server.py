@@ -102,14 +102,14 @@ class Exports:
             return self._current.generation, self._current.geometry
 
     def begin(self, stream: Stream, generation: int) -> memoryview | None:
-        """The memory, to be read until end(); None when that arena is not there any more."""
+        """A view of the memory, to be released before end(); None when that arena is gone."""
         with self._changed:
             current = self._current
             if current is None or current.generation != generation:
                 return None
             assert stream not in self._reading, "one read a connection"
             self._reading.add(stream)
-            return current.memory
+            return current.memory[:]
 
     def end(self, stream: Stream) -> None:
         """This connection reads no more of it."""
@@ -352,9 +352,10 @@ class Server:
             stream.send([gone * len(ranges)], self._limits.io_s)
             return
         try:
-            problem = _outside(ranges, memory.nbytes, self._limits)
-            if problem is None:
-                self._send_pages(stream, header.request, ranges, memory)
+            with memory:
+                problem = _outside(ranges, memory.nbytes, self._limits)
+                if problem is None:
+                    self._send_pages(stream, header.request, ranges, memory)
         finally:
             self._exports.end(stream)
         if problem is not None:

@@ -28,7 +28,8 @@ NONCE_BYTES = 32
 PROOF_BYTES = 32
 ERROR_TEXT_BYTES = 512
 
-_HEADER = struct.Struct("<IB3xQ")
+_HEADER = struct.Struct("<IB3sQ")
+_ZEROS = bytes(3)
 _GREETING = struct.Struct(f"<8sHBx{NONCE_BYTES}s{BOOT_TOKEN_BYTES}s")
 _READY = struct.Struct("<Q6Q")
 _READ = struct.Struct("<QI")
@@ -77,7 +78,7 @@ class Greeting(NamedTuple):
 def pack_header(kind: Kind, length: int, request: int) -> bytes:
     """The 16 bytes before a body of `length` bytes."""
     assert 0 <= length <= PAGE_BYTES_MAX, length
-    return _HEADER.pack(length, kind, request)
+    return _HEADER.pack(length, kind, _ZEROS, request)
 
 
 def pack_frame(kind: Kind, request: int, body: bytes) -> bytes:
@@ -90,13 +91,15 @@ def unpack_header(data: bytes | bytearray | memoryview, bounds: dict[Kind, range
 
     TierIOError otherwise: the stream cannot be trusted after it.
     """
-    length, number, request = _HEADER.unpack_from(data)
+    length, number, zeros, request = _HEADER.unpack_from(data)
     try:
         kind = Kind(number)
         allowed = bounds[kind]
     except (ValueError, KeyError):
         names = ", ".join(kind.name for kind in bounds)
         raise TierIOError(f"read frame: expected {names}, got kind {number}") from None
+    if zeros != _ZEROS:
+        raise TierIOError(f"read frame: expected zeros after the kind, got {zeros.hex()}")
     if length not in allowed:
         raise TierIOError(
             f"read frame: expected a {kind.name} of {allowed.start} to {allowed.stop - 1} bytes, "

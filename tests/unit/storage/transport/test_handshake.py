@@ -12,7 +12,7 @@ from tests.unit.storage.transport.scripted import GEOMETRY, KEY, LIMIT_S, far, s
 from tests.unit.storage.transport.transport_conformance import echo
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.errors import ConfigError, TierIOError
-from tierkv.storage.transport.base import PageRange, TransportLimits
+from tierkv.storage.transport.base import PageRange, SlotGeometry, TransportLimits
 from tierkv.storage.transport.handshake import Credentials, greet_server
 from tierkv.storage.transport.stream import PlainStream, Stream
 from tierkv.storage.transport.tcp import TcpTransport
@@ -37,6 +37,8 @@ OTHER_KEY = bytes(32)
 LIMITS = TransportLimits(peer_connections=2, read_pages=4, message_bytes=64, handshake_s=5.0)
 ARENA = bytearray(GEOMETRY.total_bytes)
 TOKEN = bytes(16)
+LARGE_BYTES = 64 << 20
+"""More than the buffers of two sockets."""
 
 
 @pytest.fixture
@@ -252,18 +254,42 @@ def test_h1_half_a_frame_is_not_waited_for() -> None:
         stream.close()
 
 
+def begin_large_read(server: TcpTransport, memory: bytearray) -> PlainStream:
+    """A member that has asked for all of `memory`, and has taken the header of the answer."""
+    size = len(memory)
+    server.register(memoryview(memory), SlotGeometry(size, 0, size, 0, size, 1))
+    sock = socket.create_connection(server.listen("127.0.0.1", 0, echo), LIMIT_S)
+    stream = PlainStream(sock, SystemClock())
+    greet_server(stream, Credentials(KEY), TOKEN, far())
+    stream.send([pack_frame(Kind.READ, 1, pack_read(1, [PageRange(0, size)]))], LIMIT_S)
+    assert stream.receive_bytes(HEADER_BYTES, far())[4] == Kind.PAGE
+    return stream
+
+
 def test_h4_a_member_that_takes_nothing_is_let_go() -> None:
-    big = bytearray(64 << 20)
-    geometry = type(GEOMETRY)(len(big), 0, len(big), 0, len(big), 1)
     with TcpTransport(KEY, limits=TransportLimits(io_s=0.2)) as server:
-        server.register(memoryview(big), geometry)
-        sock = socket.create_connection(server.listen("127.0.0.1", 0, echo), LIMIT_S)
-        stream = PlainStream(sock, SystemClock())
-        greet_server(stream, Credentials(KEY), TOKEN, far())
-        stream.send([pack_frame(Kind.READ, 1, pack_read(1, [PageRange(0, len(big))]))], LIMIT_S)
-        got = stream.fill(memoryview(bytearray(len(big) + HEADER_BYTES)), far() - LIMIT_S + 0.6)
-        assert 0 <= got <= len(big) + HEADER_BYTES
+        stream = begin_large_read(server, bytearray(LARGE_BYTES))
+        exports = server._exports
+        with exports._changed:
+            assert exports._changed.wait_for(lambda: not exports.reading, LIMIT_S)
+        assert 0 < stream.fill(memoryview(bytearray(LARGE_BYTES)), far()) < LARGE_BYTES
+        assert server.stats().served_pages == 0
+        server.check()
+        stream.close()
+
+
+def test_unregister_ends_reads_under_way() -> None:
+    with TcpTransport(KEY, limits=TransportLimits(io_s=LIMIT_S)) as server:
+        memory = bytearray(LARGE_BYTES)
+        stream = begin_large_read(server, memory)
+        assert server._exports.reading == 1
         server.unregister()
+        assert server._exports.reading == 0
+        memory[:] = b"\1" * LARGE_BYTES
+        got = bytearray(LARGE_BYTES)
+        count = stream.fill(memoryview(got), far())
+        assert 0 < count < LARGE_BYTES
+        assert not any(got), "bytes from after unregister() were sent"
         stream.close()
 
 
@@ -280,7 +306,7 @@ def test_connections_are_bounded(server: TcpTransport) -> None:
 
 
 def test_idle_connections_are_replaced_unseen() -> None:
-    with TcpTransport(KEY, limits=TransportLimits(idle_s=0.05)) as server:
+    with TcpTransport(KEY, limits=TransportLimits(idle_s=0.5)) as server:
         server.register(memoryview(ARENA), GEOMETRY)
         with TcpTransport(KEY) as client:
             peer = client.connect(*server.listen("127.0.0.1", 0, echo), LIMIT_S)
