@@ -48,6 +48,8 @@ bench: setup
 	$(BIN)/tierkv bench tier $(ARGS)
 	$(BIN)/tierkv bench engine $(ARGS)
 	$(BIN)/tierkv bench restore $(ARGS)
+	$(BIN)/tierkv bench daemon $(ARGS)
+	$(BIN)/tierkv bench offload $(ARGS)
 
 soak: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
