@@ -154,6 +154,9 @@ class TcpPeer(Peer):
                 self._open_reads[read] = len(jobs)
                 self._queue.extend(jobs)
                 self._start_workers()
+                # Jobs that an idle worker takes at once need no watch: its socket has the
+                # deadline, and waking one more thread would cost as much as a small read.
+                busy = len(self._queue) + len(self._running) > len(self._workers)
                 self._changed.notify_all()
             else:
                 self._outcomes[PageOutcome.FAILED] += len(ranges)
@@ -161,7 +164,7 @@ class TcpPeer(Peer):
             failed = [PageOutcome.FAILED] * len(ranges)
             read.settle(0, failed, f"read from peer {self.address}: {refusal}")
             return read
-        for job in jobs:
+        for job in jobs if busy else ():
             self._watch_deadline(job)
         return read
 
