@@ -115,6 +115,8 @@ class TcpPeer(Peer):
         self._open_reads: dict[PeerRead, int] = {}
         """Jobs that have not ended, by read."""
         self._workers: list[threading.Thread] = []
+        self._occupied = 0
+        """Workers with a job, or with the callbacks of one: not back for the next."""
         self._streams: set[Stream] = set()
         self._idle: list[Stream] = [first]
         self._streams.add(first)
@@ -156,7 +158,7 @@ class TcpPeer(Peer):
                 self._start_workers()
                 # Jobs that an idle worker takes at once need no watch: its socket has the
                 # deadline, and waking one more thread would cost as much as a small read.
-                busy = len(self._queue) + len(self._running) > len(self._workers)
+                busy = len(self._queue) + self._occupied > len(self._workers)
                 self._changed.notify_all()
             else:
                 self._outcomes[PageOutcome.FAILED] += len(ranges)
@@ -188,7 +190,7 @@ class TcpPeer(Peer):
 
     def _start_workers(self) -> None:
         """As many as there are jobs, up to the limit. Under the lock."""
-        wanted = min(len(self._queue) + len(self._running), self._limits.read_connections)
+        wanted = min(len(self._queue) + self._occupied, self._limits.read_connections)
         while len(self._workers) < wanted:
             worker = threading.Thread(
                 target=self._work,
@@ -224,6 +226,8 @@ class TcpPeer(Peer):
                 self._discard(stream)
                 stream = None
             self._end(job, outcomes, error)
+            with self._changed:
+                self._occupied -= 1
         self._discard(stream)
 
     def _take(self) -> _Job | None:
@@ -234,6 +238,7 @@ class TcpPeer(Peer):
                     job = self._queue.popleft()
                     job.state = _State.RUNNING
                     self._running.add(job)
+                    self._occupied += 1
                     return job
                 self._changed.wait(IDLE_WAIT_S)
             return None
@@ -412,7 +417,8 @@ class TcpPeer(Peer):
             # A job that its deadline ends is in neither for a moment.
             assert jobs <= sum(self._open_reads.values()), (jobs, self._open_reads)
             assert len(self._open_reads) <= limits.queued_reads, len(self._open_reads)
-            assert len(self._running) <= len(self._workers) <= limits.read_connections
+            assert len(self._running) <= self._occupied <= len(self._workers)
+            assert len(self._workers) <= limits.read_connections
             assert 0 <= self._messages_out <= limits.message_connections
             assert set(self._idle) <= self._streams, "an idle connection is closed"
             assert len(self._streams) <= limits.read_connections + limits.message_connections

@@ -218,6 +218,32 @@ def test_large_reads_use_several_connections() -> None:
         assert peer.stats().connections == 3, "two for reads, one for messages"
 
 
+def test_h1_a_callback_that_blocks_makes_no_read_late() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def script(stream: Stream) -> None:
+        go.wait(LIMIT_S)
+        stream.send([page(next_request(stream), PAYLOADS[0])], LIMIT_S)
+        wait_end(stream)
+
+    def block() -> None:
+        entered.set()
+        leave.wait(LIMIT_S)
+
+    go = threading.Event()
+    with scripted(script) as address, connect(address) as peer:
+        first = begin(peer, PAGES[:1])
+        first.add_done_callback(block)
+        go.set()
+        assert entered.wait(LIMIT_S)
+        late = peer.read([PAGES[0]], [memoryview(bytearray(4096))], 0.2)
+        assert late.take(LIMIT_S) == [FAILED]
+        assert late.error is not None and "before a connection was free" in late.error
+        assert not leave.is_set()
+        peer.check()
+        leave.set()
+
+
 def test_p4_callbacks_may_close_the_peer() -> None:
     with scripted(wait_end) as address, connect(address) as peer:
         ended = threading.Event()
