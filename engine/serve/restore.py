@@ -407,16 +407,16 @@ class Restore:
         per_token = self._load_s(tiers) * self._sharing() / max(1, gap_tokens)
         waited = self._clock.monotonic() - load.progress_s
         segment = self._segment_s(load)
+        credit = min(waited, segment)
         if segment <= 0:
             # Nothing is known of the tier but that a segment takes longer than this.
             pending = sum(each.done_s is None for each in load.under_way)
             per_token = waited * pending / max(1, gap_tokens)
-            waited = 0.0
         elif waited > self._late_after_s(segment, front):
-            # As slow as it looks: the segment under way has taken `waited` already.
-            per_token *= waited / segment
-            waited = 0.0
-        return int(meet(gap_tokens, front, self.cost.current, per_token, min(waited, segment)))
+            # What is late by so much is expected to take as long again; the pages after it not: a
+            # disk that paused once is not a slow disk, and a slow one shows with each arrival.
+            credit = -waited
+        return int(meet(gap_tokens, front, self.cost.current, per_token, credit))
 
     def _late_after_s(self, segment_s: float, front: int) -> float:
         """How long to wait for an arrival before taking the tier for slower than it was.
