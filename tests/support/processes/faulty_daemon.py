@@ -3,7 +3,8 @@
     python -m tests.support.processes.faulty_daemon CONFIG_JSON
 
 After "ready" it reads commands and answers "ok": "fail OPERATION ERRNO TIMES", "stall OPERATION",
-"release" and "heal", besides what every test daemon understands.
+"release", "heal" and "powerloss SOURCE TARGET MODE SEED" (FaultDevice.power_loss_copy), besides
+what every test daemon understands.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import sys
+from pathlib import Path
 
 from tests.support.daemon_process import serve
 from tests.support.fault_device import FaultDevice, Stall
@@ -48,6 +50,9 @@ def main() -> int:
             "stall": lambda words: stalls.append(device.stall(words[0])),
             "release": lambda words: [stall.release() for stall in stalls].clear(),
             "heal": lambda words: device.heal(),
+            "powerloss": lambda words: device.power_loss_copy(
+                Path(words[0]), Path(words[1]), words[2], int(words[3])
+            ),
         },
     )
 
