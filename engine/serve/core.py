@@ -106,7 +106,6 @@ class EngineCore:
         limits = SchedulerLimits(
             batch_tokens_max=config.max_batch_tokens,
             running_max=config.max_running,
-            waiting_max=config.max_waiting,
             watermark_pages=int(config.watermark * pages),
         )
         self.scheduler = Scheduler(

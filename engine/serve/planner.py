@@ -44,17 +44,6 @@ class CostCoefficients:
         chunks = -(-tokens // chunk_tokens)
         return self.seconds(tokens, context_start) + (chunks - 1) * self.c
 
-    def tokens_within(self, seconds: float, context_start: float) -> float:
-        """How many tokens can be computed in `seconds`; 0 when the fixed cost alone is more."""
-        left = seconds - self.c
-        linear = self.a + self.b * context_start
-        if left <= 0:
-            return 0.0
-        if self.b <= 0:
-            return left / linear
-        half = self.b / 2
-        return float((-linear + np.sqrt(linear * linear + 4 * half * left)) / (2 * half))
-
 
 DEFAULT_COST = CostCoefficients(a=1e-3, b=0.0, c=0.0)
 """Before anything was measured: a thousand tokens a second."""

@@ -52,7 +52,6 @@ class SchedulerLimits:
     batch_tokens_max: int
     """New tokens of one forward pass."""
     running_max: int
-    waiting_max: int
     watermark_pages: int
     """Pages kept back at admission, so that running requests can grow."""
     starvation_s: float = 5.0

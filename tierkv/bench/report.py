@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -44,17 +43,10 @@ class BenchReport:
         )
 
 
-def interleave(
-    actions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1
-) -> dict[str, float]:
-    """Time each action `rounds` times, in turn (A B A B ...); return median seconds by name."""
-    return {name: statistics.median(t) for name, t in samples(actions, rounds, warmup).items()}
-
-
 def samples(
     actions: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Like interleave, but return every sample in seconds."""
+    """Time each action `rounds` times, in turn (A B A B ...); return all samples in seconds."""
     for _ in range(warmup):
         for action in actions.values():
             action()

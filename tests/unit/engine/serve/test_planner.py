@@ -48,15 +48,6 @@ def test_coefficients_never_go_negative_on_odd_measurements() -> None:
         assert fit.current.a > 0
 
 
-def test_tokens_within_inverts_seconds() -> None:
-    for tokens, context in ((1, 0), (300, 0), (2000, 5000)):
-        seconds = TRUE.seconds(tokens, context)
-        assert TRUE.tokens_within(seconds, context) == pytest.approx(tokens)
-    assert TRUE.tokens_within(0.04, 0) == 0.0
-    linear = CostCoefficients(a=1e-3, b=0.0, c=0.0)
-    assert linear.tokens_within(0.5, 100) == pytest.approx(500)
-
-
 def test_rate_is_that_of_a_shared_pipeline() -> None:
     rate = LoadRate()
     assert rate.bytes_per_s is None
