@@ -26,7 +26,6 @@ from tierkv.storage.checksum import (
     payload_checksum,
 )
 from tierkv.storage.clock import Clock, SystemClock
-from tierkv.storage.errors import TierClosedError
 from tierkv.storage.slot_header import (
     STATE_COMMITTED,
     STATE_FREE,
@@ -37,6 +36,7 @@ from tierkv.storage.slot_header import (
     slot_bytes_for,
 )
 from tierkv.storage.tiers.slot_table import QUARANTINED, RecoveredPages, SlotTable
+from tierkv.storage.tiers.table_tier import TableTier
 from tierkv.storage.tiers.tier_stats import (
     check_keys,
     check_length,
@@ -58,7 +58,7 @@ class _Expected:
     checksum: bytes
 
 
-class HostTier(MappedTier):
+class HostTier(TableTier, MappedTier):
     """Fixed-size pages in an arena. See MappedTier for the contract of each method."""
 
     name = TierName.HOST
@@ -111,11 +111,6 @@ class HostTier(MappedTier):
             return self._arena.huge_bytes()
 
     # --- life of a page -------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[PageKey]) -> list[bool]:
-        with self._lock:
-            self._ensure_open()
-            return [key in self._table.index for key in keys]
 
     def reserve(self, count: int) -> Reservation:
         with self._lock:
@@ -298,26 +293,6 @@ class HostTier(MappedTier):
             self._table.counters.evictions += len(keys)
             return keys
 
-    def victims(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
-        with self._lock:
-            self._ensure_open()
-            return self._names(self._table.coldest(count, owners))
-
-    def owner_of(self, keys: Sequence[PageKey]) -> list[int | None]:
-        with self._lock:
-            self._ensure_open()
-            return [self._table.owner_of(key) for key in keys]
-
-    def owners(self) -> dict[int, int]:
-        with self._lock:
-            self._ensure_open()
-            return dict(self._table.pages_by_owner)
-
-    def keys_of(self, owner: int | None = None) -> list[PageKey]:
-        with self._lock:
-            self._ensure_open()
-            return self._table.keys_of(owner)
-
     def touch(self, keys: Sequence[PageKey]) -> None:
         with self._lock:
             self._ensure_open()
@@ -331,9 +306,6 @@ class HostTier(MappedTier):
         with self._lock:
             self._ensure_open()
             return sum(self._remove(key) for key in keys)
-
-    def _names(self, slots: list[SlotId]) -> list[PageKey]:
-        return [key for slot in slots if (key := self._table.keys[slot]) is not None]
 
     def _remove(self, key: PageKey) -> bool:
         slot = self._table.index.get(key)
@@ -375,10 +347,6 @@ class HostTier(MappedTier):
             if not self._closed:
                 self._closed = True
                 self._arena.close()
-
-    def _ensure_open(self) -> None:
-        if self._closed:
-            raise TierClosedError("use the host tier: it was closed; open a new one")
 
     def _recover(self) -> None:
         """Enter the arena's committed pages; every other slot's header is cleared."""

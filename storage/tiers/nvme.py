@@ -23,11 +23,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tierkv.storage.base import Lease, Reservation, Tier, TierStats
+from tierkv.storage.base import Lease, Reservation, TierStats
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.device import Device, DirectDevice
-from tierkv.storage.errors import TierClosedError, TierError
+from tierkv.storage.errors import TierError
 from tierkv.storage.slot_header import (
     NO_KEY,
     STATE_COMMITTED,
@@ -40,6 +40,7 @@ from tierkv.storage.tiers.nvme_index import pack_entry
 from tierkv.storage.tiers.nvme_layout import NvmeRoot, capacity_for
 from tierkv.storage.tiers.nvme_open import open_parts
 from tierkv.storage.tiers.slot_table import QUARANTINED
+from tierkv.storage.tiers.table_tier import TableTier
 from tierkv.storage.tiers.tier_stats import (
     check_keys,
     check_length,
@@ -89,7 +90,7 @@ class _Batch:
     """Positions whose key another position of the same batch publishes."""
 
 
-class NvmeTier(Tier):
+class NvmeTier(TableTier):
     """Fixed-size pages on a disk. See Tier for the contract of each method."""
 
     name = TierName.NVME
@@ -149,11 +150,6 @@ class NvmeTier(Tier):
         return self._segments.direct
 
     # --- life of a page -------------------------------------------------------------------
-
-    def lookup(self, keys: Sequence[PageKey]) -> list[bool]:
-        with self._lock:
-            self._ensure_open()
-            return [key in self._table.index for key in keys]
 
     def reserve(self, count: int) -> Reservation:
         with self._lock:
@@ -456,12 +452,6 @@ class NvmeTier(Tier):
                 self._table.counters.evictions += len(slots)
             return keys
 
-    def victims(self, count: int, owners: Collection[int] | None = None) -> list[PageKey]:
-        with self._lock:
-            self._ensure_open()
-            slots = self._table.coldest(count, owners)
-            return [key for slot in slots if (key := self._table.keys[slot]) is not None]
-
     def drop(self, keys: Sequence[PageKey]) -> int:
         with self._publish_lock:
             with self._lock:
@@ -485,21 +475,6 @@ class NvmeTier(Tier):
                 self._health.fail(str(error))
             return False
         return True
-
-    def owner_of(self, keys: Sequence[PageKey]) -> list[int | None]:
-        with self._lock:
-            self._ensure_open()
-            return [self._table.owner_of(key) for key in keys]
-
-    def owners(self) -> dict[int, int]:
-        with self._lock:
-            self._ensure_open()
-            return dict(self._table.pages_by_owner)
-
-    def keys_of(self, owner: int | None = None) -> list[PageKey]:
-        with self._lock:
-            self._ensure_open()
-            return self._table.keys_of(owner)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         with self._lock:
@@ -570,10 +545,6 @@ class NvmeTier(Tier):
             log.warning("nvme root=%s recency=lost reason=%s", self._root.root, error)
         self._segments.close()
         self._root.close()
-
-    def _ensure_open(self) -> None:
-        if self._closed:
-            raise TierClosedError("use the nvme tier: it was closed; open a new one")
 
     def _store_recency(self) -> None:
         """Write what changed of the order of use. Holds `_publish_lock`. Losing it is no harm."""
