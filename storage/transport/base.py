@@ -2,12 +2,12 @@
 
 Owns the values that cross the contract and PeerRead, the handle of a read under way. Knows no
 keys, leases or checksums: storage above it leases before a read and checks lease and checksum
-after it. Implementations: tcp.py. Each passes transport_conformance.py.
+after it. Implementations: tcp.py, planes.py. Each passes transport_conformance.py.
 
 What a read says about each page:
 
-    OK      every byte of the range arrived, from the arena that was asked for
-    GONE    the peer answered: that arena is not registered any more. A miss, not a failure
+    OK      every byte of the range arrived, from the memory that was asked for
+    GONE    the peer answered: that memory is not registered (any more). A miss, not a failure
     FAILED  nothing is known: connection lost, deadline passed, refused. Counts against the peer
 
 Invariants: a page is OK or its destination is undefined, never part of a page; destinations
@@ -21,7 +21,7 @@ import logging
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
@@ -30,48 +30,14 @@ from typing import NamedTuple, Self
 from tierkv.storage.errors import ConfigError, TierIOError
 
 BOOT_TOKEN_BYTES = 16
-GENERATION_NONE = 0
-"""The generation of a node that has no arena registered."""
+GENERATION_MAX = (1 << 64) - 1
 PAGE_BYTES_MAX = (1 << 32) - 1
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotGeometry:
-    """How registered memory is cut, in bytes. The fields of storage.arena.ArenaGeometry.
-
-    The payload of slot n starts at `first_slot + n * slot_bytes + payload_offset`.
-    """
-
-    total_bytes: int
-    first_slot: int
-    slot_bytes: int
-    payload_offset: int
-    page_bytes: int
-    slot_count: int
-
-    def problem(self) -> str | None:
-        """Why no memory can be cut like this; None when it can. Values may be a peer's."""
-        values = (self.total_bytes, self.slot_bytes, self.page_bytes, self.slot_count)
-        if min(values) < 1 or min(self.first_slot, self.payload_offset) < 0:
-            return f"sizes must be positive, got {self}"
-        if self.payload_offset + self.page_bytes > self.slot_bytes:
-            return f"page of {self.page_bytes} bytes does not fit its slot of {self.slot_bytes}"
-        if self.first_slot + self.slot_count * self.slot_bytes > self.total_bytes:
-            return f"{self.slot_count} slots do not fit {self.total_bytes} bytes"
-        return None
-
-    def payload(self, slot: int) -> PageRange:
-        """Where the payload of `slot` lies. ValueError when there is no such slot."""
-        if not 0 <= slot < self.slot_count:
-            raise ValueError(f"slot: expected 0 to {self.slot_count - 1}, got {slot}")
-        start = self.first_slot + slot * self.slot_bytes + self.payload_offset
-        return PageRange(start, self.page_bytes)
-
-
 class PageRange(NamedTuple):
-    """A run of bytes in a peer's arena: half-open, from `offset` for `length` bytes."""
+    """A run of bytes in a peer's memory: half-open, from `offset` for `length` bytes."""
 
     offset: int
     length: int
@@ -90,9 +56,6 @@ class PeerIdentity:
     """Who a peer is: another boot token is another process, whatever its address."""
 
     boot_token: bytes
-    generation: int
-    """Of the peer's arena when it was connected; GENERATION_NONE when it had none."""
-    geometry: SlotGeometry | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +66,8 @@ class TransportLimits:
     """Ranges of one read."""
     page_bytes: int = 1 << 30
     """Length of one range."""
+    memories: int = 64
+    """Memories registered at once."""
     message_bytes: int = 1 << 20
     """Length of a message and of its answer."""
     queued_reads: int = 256
@@ -239,20 +204,31 @@ class Peer(ABC):
     address: str
     identity: PeerIdentity
 
+    @property
+    @abstractmethod
+    def transport(self) -> str:
+        """Name of the data path that the next read takes: "tcp", or that of a faster one."""
+
+    @property
+    @abstractmethod
+    def declined(self) -> Mapping[str, str]:
+        """Faster paths that are not taken, and why, one line each. Empty where there are none."""
+
     @abstractmethod
     def read(
         self,
+        generation: int,
         ranges: Sequence[PageRange],
         into: Sequence[memoryview],
         timeout_s: float,
-        generation: int | None = None,
     ) -> PeerRead:
-        """Copy ranges of the peer's arena into local memory, without asking its application.
+        """Copy ranges of the peer's memory into local memory, without asking its application.
 
+        `generation`: of the memory that the offsets belong to, as the peer's register() gave it.
         `into`: one writable view a range, of its length; they may not overlap. They belong to the
-        transport until the read is done. `generation`: of the arena that the offsets belong to,
-        None is the identity's. Never waits: a read above the limits in number is refused, all its
-        pages FAILED. ValueError when ranges, views or the timeout cannot be meant.
+        transport until the read is done. Never waits: a read above the limits in number is
+        refused, all its pages FAILED. ValueError when generation, ranges, views or the timeout
+        cannot be meant.
         """
 
     @abstractmethod
@@ -288,8 +264,7 @@ class Peer(ABC):
 
 
 Handler = Callable[[PeerIdentity, bytes], bytes]
-"""Answers a message. Called from several threads; what it raises goes to the sender as a failure.
-The identity has the sender's boot token; senders do not say what arena they have."""
+"""Answers a message. Called from several threads; what it raises is the sender's failure."""
 
 
 class Transport(ABC):
@@ -299,19 +274,19 @@ class Transport(ABC):
     boot_token: bytes
 
     @abstractmethod
-    def register(self, memory: memoryview, geometry: SlotGeometry) -> int:
-        """Let peers read `memory`; returns its generation, never the same twice.
+    def register(self, memory: memoryview) -> int:
+        """Let peers read `memory` too; returns its generation, from 1, never the same twice.
 
-        `memory` is read in place until unregister() or close(); one arena at a time. ConfigError
-        when the geometry does not fit or another arena is registered.
+        `memory` is read in place until it is unregistered or close(). ConfigError when it is
+        empty or not contiguous, or when `memories` are registered already.
         """
 
     @abstractmethod
-    def unregister(self) -> None:
-        """Let peers read nothing. When it returns, no byte is read from the memory any more.
+    def unregister(self, generation: int) -> None:
+        """Let peers read that memory no more. When it returns, no byte of it is read any more.
 
-        Reads under way fail, later ones are GONE. TierIOError when a copy does not end in io_s.
-        Idempotent.
+        Reads of it under way fail, later ones are GONE; other memories stay. TierIOError when a
+        copy does not end in io_s. Idempotent.
         """
 
     @abstractmethod
@@ -359,12 +334,15 @@ def new_boot_token() -> bytes:
 
 
 def check_read(
+    generation: int,
     ranges: Sequence[PageRange],
     into: Sequence[memoryview],
     timeout_s: float,
     limits: TransportLimits,
 ) -> None:
     """ValueError unless these can be the arguments of Peer.read(). O(pages)."""
+    if not 1 <= generation <= GENERATION_MAX:
+        raise ValueError(f"read from peer: expected a generation from 1, got {generation}")
     if not 1 <= len(ranges) <= limits.read_pages or len(into) != len(ranges):
         raise ValueError(
             f"read from peer: expected 1 to {limits.read_pages} ranges with a view each, "

@@ -17,14 +17,13 @@ import logging
 import secrets
 
 from tierkv.storage.errors import ConfigError, TierIOError
-from tierkv.storage.transport.base import PeerIdentity, SlotGeometry
+from tierkv.storage.transport.base import PeerIdentity
 from tierkv.storage.transport.stream import Stream
 from tierkv.storage.transport.wire import (
     GREETING_BYTES,
     HEADER_BYTES,
     NONCE_BYTES,
     PROOF_BYTES,
-    READY_BYTES,
     VERSION,
     Greeting,
     Kind,
@@ -33,11 +32,9 @@ from tierkv.storage.transport.wire import (
     pack_error,
     pack_frame,
     pack_greeting,
-    pack_ready,
     unpack_error,
     unpack_greeting,
     unpack_header,
-    unpack_ready,
 )
 
 KEY_BYTES_MIN = 16
@@ -67,7 +64,7 @@ class Credentials:
                 f"got {len(key)}"
             )
         if key is None:
-            log.warning("transport=tcp open=yes anyone who can connect reads the arena")
+            log.warning("transport=tcp open=yes anyone who can connect reads the memory")
         # Hashed, because HMAC takes a key and the same with zeros after it for one.
         self._key = None if key is None else hashlib.sha256(_DOMAIN + key).digest()
 
@@ -101,20 +98,14 @@ def greet_server(
     _compare(peer, credentials)
     transcript = hello + welcome
     _send(stream, Kind.PROOF, credentials.prove(_CLIENT, transcript), deadline)
-    ready = _receive(stream, Kind.READY, READY_BYTES + PROOF_BYTES, deadline)
-    arena, proof = ready[:READY_BYTES], ready[READY_BYTES:]
-    if not credentials.proved(_SERVER, transcript + arena, proof):
+    proof = _receive(stream, Kind.READY, PROOF_BYTES, deadline)
+    if not credentials.proved(_SERVER, transcript, proof):
         raise TierIOError("greet peer: it does not have this pool's key; check both keys")
-    generation, geometry = unpack_ready(arena)
-    return PeerIdentity(peer.boot_token, generation, geometry)
+    return PeerIdentity(peer.boot_token)
 
 
 def greet_client(
-    stream: Stream,
-    credentials: Credentials,
-    boot_token: bytes,
-    deadline: float,
-    arena: tuple[int, SlotGeometry | None],
+    stream: Stream, credentials: Credentials, boot_token: bytes, deadline: float
 ) -> PeerIdentity:
     """The server's part. On failure the client is told why, in general words, and TierIOError."""
     try:
@@ -131,9 +122,8 @@ def greet_client(
     except TierIOError as error:
         refuse(stream, str(error))
         raise
-    ready = pack_ready(*arena)
-    _send(stream, Kind.READY, ready + credentials.prove(_SERVER, transcript + ready), deadline)
-    return PeerIdentity(peer.boot_token, 0, None)
+    _send(stream, Kind.READY, credentials.prove(_SERVER, transcript), deadline)
+    return PeerIdentity(peer.boot_token)
 
 
 def _greeting(credentials: Credentials, boot_token: bytes) -> bytes:

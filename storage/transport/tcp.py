@@ -1,6 +1,6 @@
 """The tcp transport: needs nothing but a network. docs/formats/transport.md shows its bytes.
 
-Owns a node's end: the registered arena, the listener, the peers it connected. Parts:
+Owns a node's end: the registered memories, the listener, the peers it connected. Parts:
 tcp_server.py answers, tcp_peer.py asks, handshake.py proves who is there, stream.py waits.
 Invariants: nothing listens on all interfaces unless asked to; an open pool is asked for, and
 logged; a peer is never this node itself. Used by the pool.
@@ -20,7 +20,6 @@ from tierkv.storage.transport.base import (
     BOOT_TOKEN_BYTES,
     Handler,
     PeerIdentity,
-    SlotGeometry,
     Transport,
     TransportLimits,
     TransportStats,
@@ -76,7 +75,7 @@ class TcpTransport(Transport):
                 f"start transport: expected a boot token of {BOOT_TOKEN_BYTES} bytes, "
                 f"got {len(self.boot_token)}"
             )
-        self._exports = Exports()
+        self._exports = Exports(self._limits)
         self._server = Server(
             self._credentials,
             self.boot_token,
@@ -90,11 +89,11 @@ class TcpTransport(Transport):
         self._closed = False
         self._peers: list[TcpPeer] = []
 
-    def register(self, memory: memoryview, geometry: SlotGeometry) -> int:
-        return self._exports.register(memory, geometry)
+    def register(self, memory: memoryview) -> int:
+        return self._exports.register(memory)
 
-    def unregister(self) -> None:
-        self._exports.unregister(self._limits.io_s)
+    def unregister(self, generation: int) -> None:
+        self._exports.unregister(generation)
 
     def listen(self, host: str, port: int, handler: Handler) -> tuple[str, int]:
         what = f"listen on {host!r} port {port}"
@@ -150,6 +149,7 @@ class TcpTransport(Transport):
         return self._server.stats()
 
     def check(self) -> None:
+        self._exports.check()
         self._server.check()
         with self._lock:
             peers = list(self._peers)
@@ -162,8 +162,10 @@ class TcpTransport(Transport):
             peers, self._peers = self._peers, []
         for peer in peers:
             peer.close()
-        self._exports.unregister(self._limits.io_s)
-        self._server.close()
+        try:
+            self._exports.close()
+        finally:
+            self._server.close()
 
     def _open(self, host: str, port: int, deadline: float) -> tuple[Stream, PeerIdentity]:
         """A greeted connection. TierIOError that names the peer."""

@@ -20,7 +20,7 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from tierkv.storage.clock import Clock
@@ -131,20 +131,27 @@ class TcpPeer(Peer):
 
     # Reads
 
+    @property
+    def transport(self) -> str:
+        return "tcp"
+
+    @property
+    def declined(self) -> Mapping[str, str]:
+        return {}
+
     def read(
         self,
+        generation: int,
         ranges: Sequence[PageRange],
         into: Sequence[memoryview],
         timeout_s: float,
-        generation: int | None = None,
     ) -> PeerRead:
-        check_read(ranges, into, timeout_s, self._limits)
-        wanted = self.identity.generation if generation is None else generation
+        check_read(generation, ranges, into, timeout_s, self._limits)
         read = PeerRead(len(ranges))
         deadline = self._clock.monotonic() + timeout_s
         views = [view.cast("B") for view in into]
         jobs = [
-            _Job(read, start, ranges[start:end], views[start:end], wanted, deadline)
+            _Job(read, start, ranges[start:end], views[start:end], generation, deadline)
             for start, end in _pieces(ranges, self._limits.read_connections)
         ]
         with self._changed:

@@ -1,10 +1,10 @@
 """The serving side of the tcp transport: a listener and a thread a connection.
 
 Owns the listening socket, the connections that peers opened, and the right to read the registered
-arena. Invariants: nothing of the arena leaves before a peer has proved itself; a range is checked
-against the arena before it is sliced; bytes go from the arena to the socket with no copy of ours;
-after unregister() no thread reads the memory; no peer can end another's connection, nor the
-listener. Called by tcp.py.
+memories. Invariants: nothing of them leaves before a peer has proved itself; a range is checked
+against its memory before it is sliced; bytes go from the memory to the socket with no copy of
+ours; after unregister() no thread reads that memory; no peer can end another's connection, nor
+the listener. Called by tcp.py.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import ssl
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import ConfigError, TierIOError, TierKVError
 from tierkv.storage.transport.base import (
-    GENERATION_NONE,
     Handler,
     PageRange,
     PeerIdentity,
-    SlotGeometry,
     TransportLimits,
     TransportStats,
 )
@@ -52,75 +49,88 @@ STOP_S = 5.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Registration:
-    memory: memoryview
-    geometry: SlotGeometry
-    generation: int
-
-
 class Exports:
-    """The arena that peers may read, and who is reading it. Thread-safe."""
+    """The memories that peers may read, and who is reading which. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: TransportLimits) -> None:
+        self._limits = limits
         self._changed = threading.Condition()
-        self._current: _Registration | None = None
-        self._generation = GENERATION_NONE
-        self._reading: set[Stream] = set()
+        self._memories: dict[int, memoryview] = {}
+        self._last = 0
+        """The newest generation."""
+        self._reading: dict[Stream, int] = {}
 
-    def register(self, memory: memoryview, geometry: SlotGeometry) -> int:
+    def register(self, memory: memoryview) -> int:
         """See Transport.register()."""
-        problem = geometry.problem()
-        if problem is None and (not memory.c_contiguous or memory.nbytes != geometry.total_bytes):
-            problem = f"memory of {memory.nbytes} bytes, geometry of {geometry.total_bytes}"
-        if problem is not None:
-            raise ConfigError(f"register arena: {problem}")
+        if not memory.c_contiguous or not memory.nbytes:
+            raise ConfigError(
+                f"register memory: expected a contiguous run of bytes, got {memory.nbytes} bytes, "
+                f"contiguous={memory.c_contiguous}"
+            )
         with self._changed:
-            if self._current is not None:
-                raise ConfigError("register arena: another one is registered; unregister it first")
-            self._generation += 1
-            view = memory.toreadonly().cast("B")
-            self._current = _Registration(view, geometry, self._generation)
-            return self._generation
+            if len(self._memories) >= self._limits.memories:
+                raise ConfigError(
+                    f"register memory: {len(self._memories)} are registered, no more are taken; "
+                    "unregister one first"
+                )
+            self._last += 1
+            self._memories[self._last] = memory.toreadonly().cast("B")
+            return self._last
 
-    def unregister(self, timeout_s: float) -> None:
+    def unregister(self, generation: int) -> None:
         """See Transport.unregister()."""
         with self._changed:
-            self._current = None
-            for stream in self._reading:
-                stream.interrupt()
-            if not self._changed.wait_for(lambda: not self._reading, timeout_s):
+            self._memories.pop(generation, None)
+            for stream, wanted in self._reading.items():
+                if wanted == generation:
+                    stream.interrupt()
+            limit_s = self._limits.io_s
+            if not self._changed.wait_for(
+                lambda: generation not in self._reading.values(), limit_s
+            ):
                 raise TierIOError(
-                    f"unregister arena: {len(self._reading)} copies did not end in {timeout_s:g} s"
+                    f"unregister memory {generation}: copies of it did not end in {limit_s:g} s"
                 )
 
-    def describe(self) -> tuple[int, SlotGeometry | None]:
-        """Generation and geometry as READY carries them."""
+    def close(self) -> None:
+        """Unregister all. TierIOError as there, when all have been tried."""
         with self._changed:
-            if self._current is None:
-                return GENERATION_NONE, None
-            return self._current.generation, self._current.geometry
+            generations = set(self._memories) | set(self._reading.values())
+        stuck: list[TierIOError] = []
+        for generation in generations:
+            try:
+                self.unregister(generation)
+            except TierIOError as error:
+                stuck.append(error)
+        if stuck:
+            raise stuck[0]
 
     def begin(self, stream: Stream, generation: int) -> memoryview | None:
-        """A view of the memory, to be released before end(); None when that arena is gone."""
+        """A view of the memory, to be released before end(); None when it is not registered."""
         with self._changed:
-            current = self._current
-            if current is None or current.generation != generation:
+            memory = self._memories.get(generation)
+            if memory is None:
                 return None
             assert stream not in self._reading, "one read a connection"
-            self._reading.add(stream)
-            return current.memory[:]
+            self._reading[stream] = generation
+            return memory[:]
 
     def end(self, stream: Stream) -> None:
         """This connection reads no more of it."""
         with self._changed:
-            self._reading.discard(stream)
+            self._reading.pop(stream, None)
             self._changed.notify_all()
 
     @property
     def reading(self) -> int:
-        """Connections that read the memory now."""
+        """Connections that read a memory now."""
         return len(self._reading)
+
+    def check(self) -> None:
+        """Assert that generations are what was given out, within the bound. O(memories)."""
+        with self._changed:
+            assert len(self._memories) <= self._limits.memories, len(self._memories)
+            assert all(1 <= generation <= self._last for generation in self._memories)
 
 
 class Server:
@@ -303,9 +313,7 @@ class Server:
     def _greet_and_serve(self, stream: Stream, name: str, handler: Handler) -> None:
         deadline = self._clock.monotonic() + self._limits.handshake_s
         try:
-            peer = greet_client(
-                stream, self._credentials, self._boot_token, deadline, self._exports.describe()
-            )
+            peer = greet_client(stream, self._credentials, self._boot_token, deadline)
         except TierIOError as error:
             self._count("refused")
             log.warning("peer=%s refused=%s", name, error)
@@ -399,5 +407,5 @@ def _outside(ranges: list[PageRange], total_bytes: int, limits: TransportLimits)
     """The first range that may not be read; None when all may."""
     for offset, length in ranges:
         if not 1 <= length <= limits.page_bytes or offset + length > total_bytes:
-            return f"{length} bytes at {offset} are outside an arena of {total_bytes} bytes"
+            return f"{length} bytes at {offset} are outside a memory of {total_bytes} bytes"
     return None

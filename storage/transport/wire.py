@@ -18,7 +18,6 @@ from tierkv.storage.transport.base import (
     BOOT_TOKEN_BYTES,
     PAGE_BYTES_MAX,
     PageRange,
-    SlotGeometry,
     TransportLimits,
 )
 
@@ -31,13 +30,11 @@ ERROR_TEXT_BYTES = 512
 _HEADER = struct.Struct("<IB3sQ")
 _ZEROS = bytes(3)
 _GREETING = struct.Struct(f"<8sHBx{NONCE_BYTES}s{BOOT_TOKEN_BYTES}s")
-_READY = struct.Struct("<Q6Q")
 _READ = struct.Struct("<QI")
 _RANGE = struct.Struct("<QI")
 
 HEADER_BYTES = _HEADER.size
 GREETING_BYTES = _GREETING.size
-READY_BYTES = _READY.size
 READ_BYTES = _READ.size
 RANGE_BYTES = _RANGE.size
 
@@ -151,33 +148,6 @@ def unpack_greeting(body: bytes) -> Greeting:
     if magic != MAGIC or keyed not in (0, 1):
         raise TierIOError("greet peer: it does not speak TierKV's transport; check the address")
     return Greeting(version, bool(keyed), nonce, boot_token)
-
-
-def pack_ready(generation: int, geometry: SlotGeometry | None) -> bytes:
-    """Body of READY without its proof. No arena is seven zeros."""
-    if geometry is None:
-        return _READY.pack(0, 0, 0, 0, 0, 0, 0)
-    return _READY.pack(
-        generation,
-        geometry.total_bytes,
-        geometry.first_slot,
-        geometry.slot_bytes,
-        geometry.payload_offset,
-        geometry.page_bytes,
-        geometry.slot_count,
-    )
-
-
-def unpack_ready(body: bytes | memoryview) -> tuple[int, SlotGeometry | None]:
-    """Generation and geometry of the peer's arena. TierIOError when they cannot be."""
-    generation, *sizes = _READY.unpack(body)
-    if generation == 0:
-        return 0, None
-    geometry = SlotGeometry(*sizes)
-    problem = geometry.problem()
-    if problem is not None:
-        raise TierIOError(f"greet peer: its arena cannot be: {problem}")
-    return generation, geometry
 
 
 def pack_read(generation: int, ranges: Sequence[PageRange]) -> bytes:

@@ -15,12 +15,12 @@ from multiprocessing.process import BaseProcess
 
 import pytest
 
+from tests.unit.storage.transport.layout import Layout
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import (
     PageOutcome,
     PageRange,
     PeerIdentity,
-    SlotGeometry,
     TransportLimits,
 )
 from tierkv.storage.transport.stream import PlainStream
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 SEED = 20261129
 PAGE_BYTES = 1 << 20
 PAGES = 32
-GEOMETRY = SlotGeometry(
+GEOMETRY = Layout(
     total_bytes=4096 + PAGES * (4096 + PAGE_BYTES),
     first_slot=4096,
     slot_bytes=4096 + PAGE_BYTES,
@@ -79,7 +79,7 @@ def serve(pipe: Connection, stuck_after: int | None) -> None:
         StuckStream.left, StuckStream.tell = stuck_after, pipe
         stream.PlainStream = StuckStream  # type: ignore[misc]
     with TcpTransport(KEY) as transport:
-        transport.register(memoryview(memory), GEOMETRY)
+        transport.register(memoryview(memory))
         pipe.send(transport.listen("127.0.0.1", 0, answer))
         try:
             pipe.recv()
@@ -135,7 +135,7 @@ def test_bytes_and_messages_between_processes() -> None:
                 for slot, (start, end) in zip(slots, cuts, strict=True)
             ]
             buffers = [bytearray(length) for _, length in ranges]
-            read = peer.read(ranges, [memoryview(buffer) for buffer in buffers], LIMIT_S)
+            read = peer.read(1, ranges, [memoryview(buffer) for buffer in buffers], LIMIT_S)
             assert read.take(LIMIT_S) == [PageOutcome.OK] * len(slots), read.error
             for slot, (start, end), buffer in zip(slots, cuts, buffers, strict=True):
                 assert buffer == payload(slot)[start:end]
@@ -148,7 +148,7 @@ def test_w6_a_peer_killed_in_the_middle_of_a_page(sent: int) -> None:
     with serving(stuck_after=sent) as (process, peer, pipe):
         buffers = [bytearray(PAGE_BYTES) for _ in slots]
         views = [memoryview(buffer) for buffer in buffers]
-        read = peer.read([GEOMETRY.payload(slot) for slot in slots], views, LIMIT_S)
+        read = peer.read(1, [GEOMETRY.payload(slot) for slot in slots], views, LIMIT_S)
         assert pipe.poll(LIMIT_S) and pipe.recv() == "stuck"
         assert not read.done
         process.kill()
@@ -169,7 +169,7 @@ def test_w6_a_peer_killed_at_any_moment() -> None:
             buffers = [bytearray(PAGE_BYTES) for _ in slots]
             views = [memoryview(buffer) for buffer in buffers]
             reads = [
-                peer.read(ranges[i : i + 4], views[i : i + 4], LIMIT_S) for i in range(0, 32, 4)
+                peer.read(1, ranges[i : i + 4], views[i : i + 4], LIMIT_S) for i in range(0, 32, 4)
             ]
             # After so many reads have ended, the next ones are somewhere on their way.
             for read in reads[:kill]:
@@ -185,7 +185,7 @@ def test_h1_a_stopped_peer_is_late_not_waited_for() -> None:
         assert process.pid is not None
         os.kill(process.pid, signal.SIGSTOP)
         try:
-            read = peer.read([GEOMETRY.payload(0)], [memoryview(bytearray(PAGE_BYTES))], 0.3)
+            read = peer.read(1, [GEOMETRY.payload(0)], [memoryview(bytearray(PAGE_BYTES))], 0.3)
             assert read.take(LIMIT_S) == [PageOutcome.FAILED]
             assert read.error is not None and "deadline passed" in read.error
             with pytest.raises(TierIOError, match="deadline passed"):

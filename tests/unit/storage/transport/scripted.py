@@ -7,16 +7,17 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
+from tests.unit.storage.transport.layout import Layout
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.errors import TierIOError
-from tierkv.storage.transport.base import SlotGeometry, new_boot_token
+from tierkv.storage.transport.base import new_boot_token
 from tierkv.storage.transport.handshake import Credentials, greet_client
 from tierkv.storage.transport.stream import Stream, open_stream
 from tierkv.storage.transport.wire import HEADER_BYTES, Kind, pack_header
 
 KEY = bytes(range(32))
 LIMIT_S = 30.0
-GEOMETRY = SlotGeometry(1 << 20, 0, 4096, 0, 4096, 256)
+GEOMETRY = Layout(1 << 20, 0, 4096, 0, 4096, 256)
 BOOT_TOKEN = new_boot_token()
 
 Script = Callable[[Stream], None]
@@ -65,7 +66,7 @@ def scripted(
         streams.append(stream)
         try:
             if greets:
-                greet_client(stream, Credentials(KEY), BOOT_TOKEN, far(), (1, GEOMETRY))
+                greet_client(stream, Credentials(KEY), BOOT_TOKEN, far())
             script(stream)
         except TierIOError:
             return

@@ -12,7 +12,7 @@ from tests.unit.storage.transport.scripted import GEOMETRY, KEY, LIMIT_S, far, s
 from tests.unit.storage.transport.transport_conformance import echo
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.errors import ConfigError, TierIOError
-from tierkv.storage.transport.base import PageRange, SlotGeometry, TransportLimits
+from tierkv.storage.transport.base import PageRange, PeerIdentity, TransportLimits
 from tierkv.storage.transport.handshake import Credentials, greet_server
 from tierkv.storage.transport.stream import PlainStream, Stream
 from tierkv.storage.transport.tcp import TcpTransport
@@ -29,7 +29,6 @@ from tierkv.storage.transport.wire import (
     pack_greeting,
     pack_header,
     pack_read,
-    pack_ready,
     unpack_greeting,
 )
 
@@ -44,7 +43,7 @@ LARGE_BYTES = 64 << 20
 @pytest.fixture
 def server() -> Iterator[TcpTransport]:
     with TcpTransport(KEY, limits=LIMITS) as transport:
-        transport.register(memoryview(ARENA), GEOMETRY)
+        transport.register(memoryview(ARENA))
         yield transport
         transport.check()
 
@@ -104,7 +103,7 @@ def test_a_server_without_the_key_learns_nothing_and_is_refused() -> None:
         send(stream, Kind.WELCOME, hello())
         proof = stream.receive_bytes(HEADER_BYTES + PROOF_BYTES, far())[HEADER_BYTES:]
         # The best it can do is to send the client's own proof back.
-        send(stream, Kind.READY, pack_ready(1, GEOMETRY) + proof)
+        send(stream, Kind.READY, bytes(proof))
 
     with scripted(impostor, greets=False) as address, TcpTransport(KEY) as client:
         with pytest.raises(TierIOError, match="does not have this pool's key"):
@@ -163,7 +162,7 @@ def test_an_open_pool_is_asked_for_and_logged(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
     with TcpTransport(None, open_pool=True) as server, TcpTransport(None, open_pool=True) as client:
         assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-        server.register(memoryview(ARENA), GEOMETRY)
+        server.register(memoryview(ARENA))
         peer = client.connect(*server.listen("127.0.0.1", 0, echo), LIMIT_S)
         assert peer.message(b"hi", LIMIT_S) == client.boot_token + b"hi"
 
@@ -219,15 +218,16 @@ def test_a1_nothing_is_served_before_the_proof(
             pack_header(Kind.READ, 36, 1) + pack_read(1, [PageRange(0, 1)] * 3)[:36],
             "3 ranges need 48 bytes, got 36",
         ),
-        (pack_frame(Kind.READ, 1, pack_read(1, [PageRange(1 << 20, 1)])), "outside an arena"),
-        (pack_frame(Kind.READ, 1, pack_read(1, [PageRange(0, 0)])), "outside an arena"),
+        (pack_frame(Kind.READ, 1, pack_read(1, [PageRange(1 << 20, 1)])), "outside a memory"),
+        (pack_frame(Kind.READ, 1, pack_read(1, [PageRange(0, 0)])), "outside a memory"),
         (pack_frame(Kind.READ, 1, pack_read(1, [PageRange((1 << 64) - 1, 1)])), "outside"),
     ],
 )
 def test_w7_members_that_ask_nonsense_lose_their_connection(
     server: TcpTransport, stream: PlainStream, frame: bytes, text: str
 ) -> None:
-    assert greet_server(stream, Credentials(KEY), TOKEN, far()).generation == 1
+    identity = greet_server(stream, Credentials(KEY), TOKEN, far())
+    assert identity == PeerIdentity(server.boot_token)
     stream.send([frame], LIMIT_S)
     assert text in said(stream)
     server.close()
@@ -257,7 +257,7 @@ def test_h1_half_a_frame_is_not_waited_for() -> None:
 def begin_large_read(server: TcpTransport, memory: bytearray) -> PlainStream:
     """A member that has asked for all of `memory`, and has taken the header of the answer."""
     size = len(memory)
-    server.register(memoryview(memory), SlotGeometry(size, 0, size, 0, size, 1))
+    server.register(memoryview(memory))
     sock = socket.create_connection(server.listen("127.0.0.1", 0, echo), LIMIT_S)
     stream = PlainStream(sock, SystemClock())
     greet_server(stream, Credentials(KEY), TOKEN, far())
@@ -283,7 +283,7 @@ def test_unregister_ends_reads_under_way() -> None:
         memory = bytearray(LARGE_BYTES)
         stream = begin_large_read(server, memory)
         assert server._exports.reading == 1
-        server.unregister()
+        server.unregister(1)
         assert server._exports.reading == 0
         memory[:] = b"\1" * LARGE_BYTES
         got = bytearray(LARGE_BYTES)
@@ -307,7 +307,7 @@ def test_connections_are_bounded(server: TcpTransport) -> None:
 
 def test_idle_connections_are_replaced_unseen() -> None:
     with TcpTransport(KEY, limits=TransportLimits(idle_s=0.5)) as server:
-        server.register(memoryview(ARENA), GEOMETRY)
+        server.register(memoryview(ARENA))
         with TcpTransport(KEY) as client:
             peer = client.connect(*server.listen("127.0.0.1", 0, echo), LIMIT_S)
             # The only way to see the server close an idle connection is that one can be read.

@@ -47,7 +47,7 @@ def test_h1_a_peer_that_accepts_and_never_greets() -> None:
 def test_h4_a_peer_that_takes_a_read_and_never_answers() -> None:
     with scripted(wait_end) as address, connect(address) as peer:
         buffers = destinations(PAGES)
-        read = peer.read(PAGES, [memoryview(buffer) for buffer in buffers], 0.2)
+        read = peer.read(1, PAGES, [memoryview(buffer) for buffer in buffers], 0.2)
         assert read.take(LIMIT_S) == [FAILED] * 3
         assert read.error is not None and "deadline passed" in read.error
         assert buffers == destinations(PAGES)
@@ -57,7 +57,7 @@ def test_h4_a_peer_that_takes_a_read_and_never_answers() -> None:
 def test_h1_queued_reads_end_at_their_deadline_without_a_worker() -> None:
     with scripted(wait_end) as address, connect(address) as peer:
         stuck = begin(peer, PAGES)
-        queued = [peer.read([PAGES[0]], [memoryview(bytearray(4096))], 0.2) for _ in range(2)]
+        queued = [peer.read(1, [PAGES[0]], [memoryview(bytearray(4096))], 0.2) for _ in range(2)]
         peer.check()
         for read in queued:
             assert read.take(LIMIT_S) == [FAILED]
@@ -126,7 +126,7 @@ def test_w7_answers_that_lie(forge: Callable[[int], bytes], said: str) -> None:
 
     with scripted(script) as address, connect(address) as peer:
         buffers = destinations(PAGES)
-        read = peer.read(PAGES, [memoryview(buffer) for buffer in buffers], LIMIT_S)
+        read = peer.read(1, PAGES, [memoryview(buffer) for buffer in buffers], LIMIT_S)
         assert read.take(LIMIT_S) == [FAILED] * 3
         assert read.error is not None
         assert re.search(said, read.error), read.error
@@ -236,7 +236,7 @@ def test_h1_a_callback_that_blocks_makes_no_read_late() -> None:
         first.add_done_callback(block)
         go.set()
         assert entered.wait(LIMIT_S)
-        late = peer.read([PAGES[0]], [memoryview(bytearray(4096))], 0.2)
+        late = peer.read(1, [PAGES[0]], [memoryview(bytearray(4096))], 0.2)
         assert late.take(LIMIT_S) == [FAILED]
         assert late.error is not None and "before a connection was free" in late.error
         assert not leave.is_set()
@@ -247,7 +247,7 @@ def test_h1_a_callback_that_blocks_makes_no_read_late() -> None:
 def test_p4_callbacks_may_close_the_peer() -> None:
     with scripted(wait_end) as address, connect(address) as peer:
         ended = threading.Event()
-        read = peer.read([PAGES[0]], [memoryview(bytearray(4096))], 0.2)
+        read = peer.read(1, [PAGES[0]], [memoryview(bytearray(4096))], 0.2)
         read.add_done_callback(peer.close)
         read.add_done_callback(ended.set)
         assert ended.wait(LIMIT_S)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.storage.transport.layout import Layout
 from tierkv.storage.errors import TierIOError
-from tierkv.storage.transport.base import PageRange, SlotGeometry, TransportLimits
+from tierkv.storage.transport.base import PageRange, TransportLimits
 from tierkv.storage.transport.handshake import Credentials
 from tierkv.storage.transport.wire import (
     ERROR_TEXT_BYTES,
@@ -27,18 +28,16 @@ from tierkv.storage.transport.wire import (
     pack_greeting,
     pack_header,
     pack_read,
-    pack_ready,
     request_bounds,
     unpack_error,
     unpack_greeting,
     unpack_header,
     unpack_read,
-    unpack_ready,
 )
 
 DOCUMENT = Path(__file__).parents[4] / "docs" / "formats" / "transport.md"
 KEY = bytes(range(32))
-GEOMETRY = SlotGeometry(28672, 4096, 12288, 4096, 5000, 2)
+GEOMETRY = Layout(28672, 4096, 12288, 4096, 5000, 2)
 HELLO = Greeting(1, True, bytes(range(32, 64)), bytes(range(16)))
 WELCOME = Greeting(1, True, bytes(range(64, 96)), bytes(range(16, 32)))
 TRANSCRIPT = pack_greeting(HELLO) + pack_greeting(WELCOME)
@@ -73,11 +72,9 @@ def test_worked_proofs() -> None:
     proof = Credentials(KEY).prove(b"client\0", TRANSCRIPT)
     assert proof == documented_proof(b"client\0", TRANSCRIPT)
     assert dumped("proof") == pack_frame(Kind.PROOF, 0, proof)
-    arena = pack_ready(1, GEOMETRY)
-    proof = Credentials(KEY).prove(b"server\0", TRANSCRIPT + arena)
-    assert proof == documented_proof(b"server\0", TRANSCRIPT + arena)
-    assert dumped("ready") == pack_frame(Kind.READY, 0, arena + proof)
-    assert unpack_ready(arena) == (1, GEOMETRY)
+    proof = Credentials(KEY).prove(b"server\0", TRANSCRIPT)
+    assert proof == documented_proof(b"server\0", TRANSCRIPT)
+    assert dumped("ready") == pack_frame(Kind.READY, 0, proof)
 
 
 def test_worked_read() -> None:
@@ -90,32 +87,6 @@ def test_worked_read() -> None:
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_is_there(kind: Kind) -> None:
     assert f"| {kind.value} | {kind.name} |" in DOCUMENT.read_text(encoding="utf-8")
-
-
-def test_no_arena() -> None:
-    assert pack_ready(0, None) == bytes(56)
-    assert unpack_ready(bytes(56)) == (0, None)
-
-
-@pytest.mark.parametrize(
-    "geometry",
-    [
-        SlotGeometry(28672, 4096, 12288, 4096, 5000, 3),
-        SlotGeometry(28672, 4096, 12288, 4096, 8193, 2),
-        SlotGeometry(28672, 4096, 12288, 4096, 0, 2),
-        SlotGeometry((1 << 64) - 1, 0, (1 << 64) - 1, 1, (1 << 64) - 1, 1),
-    ],
-)
-def test_arenas_of_peers_that_cannot_be(geometry: SlotGeometry) -> None:
-    with pytest.raises(TierIOError, match="its arena cannot be"):
-        unpack_ready(pack_ready(1, geometry))
-
-
-def test_slots_that_are_not_there() -> None:
-    assert GEOMETRY.payload(1) == PageRange(20480, 5000)
-    for slot in (-1, 2):
-        with pytest.raises(ValueError, match="expected 0 to 1"):
-            GEOMETRY.payload(slot)
 
 
 def test_a1_random_headers_are_refused_or_within_bounds() -> None:

@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.unit.storage.transport.layout import Layout
 from tierkv.storage.errors import ConfigError, OverloadedError, TierClosedError, TierIOError
 from tierkv.storage.transport.base import (
-    GENERATION_NONE,
     PageOutcome,
     PageRange,
     Peer,
     PeerIdentity,
     PeerRead,
-    SlotGeometry,
     Transport,
     TransportLimits,
 )
@@ -28,13 +27,14 @@ from tierkv.storage.transport.base import (
 LIMITS = TransportLimits(
     read_pages=64,
     page_bytes=1 << 20,
+    memories=4,
     message_bytes=4096,
     queued_reads=8,
     peer_connections=32,
     handshake_s=10.0,
     io_s=10.0,
 )
-GEOMETRY = SlotGeometry(
+GEOMETRY = Layout(
     total_bytes=4096 + 16 * 12288,
     first_slot=4096,
     slot_bytes=12288,
@@ -59,19 +59,19 @@ def destinations(ranges: list[PageRange]) -> list[bytearray]:
     return [bytearray([UNTOUCHED]) * length for _, length in ranges]
 
 
-def begin(peer: Peer, ranges: list[PageRange], generation: int | None = None) -> PeerRead:
+def begin(peer: Peer, ranges: list[PageRange], generation: int = 1) -> PeerRead:
     """A read into buffers nobody looks at."""
     views = [memoryview(buffer) for buffer in destinations(ranges)]
-    return peer.read(ranges, views, LIMIT_S, generation)
+    return peer.read(generation, ranges, views, LIMIT_S)
 
 
 def fetch(
-    peer: Peer, ranges: list[PageRange], generation: int | None = None
+    peer: Peer, ranges: list[PageRange], generation: int = 1
 ) -> tuple[list[PageOutcome], list[bytearray]]:
     """Read and wait."""
     buffers = destinations(ranges)
     views = [memoryview(buffer) for buffer in buffers]
-    outcomes = peer.read(ranges, views, LIMIT_S, generation).take(LIMIT_S)
+    outcomes = peer.read(generation, ranges, views, LIMIT_S).take(LIMIT_S)
     peer.check()
     return outcomes, buffers
 
@@ -96,6 +96,9 @@ class Gate:
 
 class TransportConformance:
     """The suite. One transport serves, another asks."""
+
+    path = "tcp"
+    """The data path that is expected between them."""
 
     def open_transport(self, limits: TransportLimits = LIMITS) -> Transport:
         raise AssertionError("a subclass opens its transport here")
@@ -122,7 +125,7 @@ class TransportConformance:
 
     @pytest.fixture
     def peer(self, server: Transport, client: Transport, arena: bytearray) -> Iterator[Peer]:
-        server.register(memoryview(arena), GEOMETRY)
+        server.register(memoryview(arena))
         host, port = server.listen(*self.address(), echo)
         with client.connect(host, port, LIMIT_S) as peer:
             yield peer
@@ -134,13 +137,17 @@ class TransportConformance:
 
     # Who is there
 
-    def test_identity_names_process_and_arena(self, server: Transport, peer: Peer) -> None:
-        assert peer.identity == PeerIdentity(server.boot_token, 1, GEOMETRY)
+    def test_identity_names_the_process(self, server: Transport, peer: Peer) -> None:
+        assert peer.identity == PeerIdentity(server.boot_token)
 
-    def test_identity_without_an_arena(self, server: Transport, client: Transport) -> None:
+    def test_a_node_without_memory(self, server: Transport, client: Transport) -> None:
         with self.serve(server, client, echo) as peer:
-            assert peer.identity == PeerIdentity(server.boot_token, GENERATION_NONE, None)
+            assert peer.identity == PeerIdentity(server.boot_token)
             assert fetch(peer, [PageRange(0, 1)])[0] == [PageOutcome.GONE]
+
+    def test_the_path_is_named(self, peer: Peer) -> None:
+        assert peer.transport == self.path
+        assert dict(peer.declined) == {}
 
     def test_two_transports_have_two_tokens(self, server: Transport, client: Transport) -> None:
         assert server.boot_token != client.boot_token
@@ -209,7 +216,7 @@ class TransportConformance:
     def test_bytes_beside_a_view_are_left_alone(self, peer: Peer, arena: bytearray) -> None:
         buffer = bytearray([UNTOUCHED]) * 300
         view = memoryview(buffer)[100:200]
-        assert peer.read([PageRange(5, 100)], [view], LIMIT_S).take(LIMIT_S) == [PageOutcome.OK]
+        assert peer.read(1, [PageRange(5, 100)], [view], LIMIT_S).take(LIMIT_S) == [PageOutcome.OK]
         assert buffer[100:200] == arena[5:105]
         assert set(buffer[:100]) | set(buffer[200:]) == {UNTOUCHED}
 
@@ -244,10 +251,13 @@ class TransportConformance:
             ([ten], [view], LIMITS.wait_s + 1),
         ):
             with pytest.raises(ValueError, match="read from peer"):
-                peer.read(ranges, views, timeout_s)
+                peer.read(1, ranges, views, timeout_s)
         long = memoryview(bytearray(LIMITS.page_bytes + 1))
         with pytest.raises(ValueError, match="read from peer"):
-            peer.read([PageRange(0, LIMITS.page_bytes + 1)], [long], 1.0)
+            peer.read(1, [PageRange(0, LIMITS.page_bytes + 1)], [long], 1.0)
+        for generation in (0, -1, 1 << 64):
+            with pytest.raises(ValueError, match="a generation from 1"):
+                peer.read(generation, [ten], [view], 1.0)
         assert peer.stats().pages_failed == 0
 
     # A miss is not a failure
@@ -256,12 +266,12 @@ class TransportConformance:
         self, server: Transport, peer: Peer, arena: bytearray
     ) -> None:
         page = GEOMETRY.payload(2)
-        server.unregister()
-        server.unregister()
+        server.unregister(1)
+        server.unregister(1)
         outcomes, buffers = fetch(peer, [page, page])
         assert outcomes == [PageOutcome.GONE] * 2
         assert buffers == destinations([page, page])
-        assert server.register(memoryview(content(2)), GEOMETRY) == 2
+        assert server.register(memoryview(content(2))) == 2
         assert fetch(peer, [page])[0] == [PageOutcome.GONE]
         outcomes, buffers = fetch(peer, [page], generation=2)
         assert outcomes == [PageOutcome.OK]
@@ -269,23 +279,61 @@ class TransportConformance:
         stats = peer.stats()
         assert (stats.pages_ok, stats.pages_gone, stats.pages_failed) == (1, 3, 0)
 
+    def test_several_memories_of_different_sizes(
+        self, server: Transport, peer: Peer, arena: bytearray
+    ) -> None:
+        memories = {1: bytes(arena), 2: bytes(content(2)[:777]), 3: bytes(content(3)[:50000])}
+        for generation in (2, 3):
+            assert server.register(memoryview(memories[generation])) == generation
+        for generation, memory in memories.items():
+            end = PageRange(len(memory) - 100, 100)
+            outcomes, buffers = fetch(peer, [PageRange(0, 700), end], generation)
+            assert outcomes == [PageOutcome.OK] * 2
+            assert buffers == [memory[:700], memory[-100:]]
+            # Each has its own end, whatever lies beyond it in another.
+            read = begin(peer, [PageRange(len(memory) - 99, 100)], generation)
+            assert read.take(LIMIT_S) == [PageOutcome.FAILED]
+            assert read.error is not None and "outside" in read.error
+        server.unregister(2)
+        server.check()
+        assert fetch(peer, [PageRange(0, 700)], 2)[0] == [PageOutcome.GONE]
+        for generation in (1, 3):
+            outcomes, buffers = fetch(peer, [PageRange(0, 700)], generation)
+            assert outcomes == [PageOutcome.OK] and buffers == [memories[generation][:700]]
+
+    def test_generations_nobody_gave_are_gone(self, server: Transport, peer: Peer) -> None:
+        server.unregister(99)
+        for generation in (2, 99, (1 << 64) - 1):
+            assert fetch(peer, [PageRange(0, 9)], generation)[0] == [PageOutcome.GONE]
+        assert fetch(peer, [PageRange(0, 9)])[0] == [PageOutcome.OK]
+
     def test_unregistered_memory_can_be_resized(
         self, server: Transport, peer: Peer, arena: bytearray
     ) -> None:
         assert fetch(peer, [GEOMETRY.payload(0)])[0] == [PageOutcome.OK]
-        server.unregister()
+        server.unregister(1)
         # A bytearray refuses this while anybody has a view of it.
         arena.clear()
         assert fetch(peer, [GEOMETRY.payload(0)])[0] == [PageOutcome.GONE]
 
-    def test_registering_what_does_not_fit(self, server: Transport, arena: bytearray) -> None:
-        with pytest.raises(ConfigError, match="register arena"):
-            server.register(memoryview(arena)[1:], GEOMETRY)
-        with pytest.raises(ConfigError, match="register arena"):
-            server.register(memoryview(arena), SlotGeometry(len(arena), 0, 10, 5, 6, 1))
-        server.register(memoryview(arena), GEOMETRY)
-        with pytest.raises(ConfigError, match="another one"):
-            server.register(memoryview(arena), GEOMETRY)
+    def test_closing_lets_go_of_all_memories(self, server: Transport, arena: bytearray) -> None:
+        other = content(2)
+        server.register(memoryview(arena))
+        server.register(memoryview(other))
+        server.close()
+        arena.clear()
+        other.clear()
+
+    def test_registering_what_cannot_be_read(self, server: Transport, arena: bytearray) -> None:
+        for memory in (memoryview(arena)[:0], memoryview(arena)[::2]):
+            with pytest.raises(ConfigError, match="register memory"):
+                server.register(memory)
+        for _ in range(LIMITS.memories):
+            server.register(memoryview(arena))
+        with pytest.raises(ConfigError, match="no more are taken"):
+            server.register(memoryview(arena))
+        server.unregister(1)
+        assert server.register(memoryview(arena)) == LIMITS.memories + 1
 
     # Completion
 
@@ -388,14 +436,14 @@ class TransportConformance:
     def test_h4_a_peer_that_restarted_is_noticed(
         self, server: Transport, client: Transport, arena: bytearray
     ) -> None:
-        server.register(memoryview(arena), GEOMETRY)
+        server.register(memoryview(arena))
         address = server.listen(*self.address(), echo)
         peer = client.connect(*address, LIMIT_S)
         assert fetch(peer, [PageRange(0, 100)])[0] == [PageOutcome.OK]
         server.close()
         with self.open_transport() as other:
             # The same generation number, another process: only the boot token tells.
-            assert other.register(memoryview(content(2)), GEOMETRY) == 1
+            assert other.register(memoryview(content(2))) == 1
             other.listen(*address, echo)
             read = begin(peer, [PageRange(0, 100)])
             assert read.take(LIMIT_S) == [PageOutcome.FAILED]
