@@ -29,8 +29,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import numpy as np
-
+from tierkv.bench.filled import filled, numbered_keys, pages_of
 from tierkv.bench.index import build_index, measure_open
 from tierkv.bench.report import BenchReport, samples
 from tierkv.client.client import Client
@@ -39,9 +38,8 @@ from tierkv.daemon.run import run_daemon
 from tierkv.daemon.server import Daemon
 from tierkv.daemon.settings import DaemonConfig, VerifyCommit, VerifyLease
 from tierkv.storage.checksum import copy_bytes
-from tierkv.storage.device import aligned_buffer
 from tierkv.storage.tiers.host import HostTier
-from tierkv.storage.types import KEY_BYTES, CommitOutcome, PageKey, TierName
+from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
 PAGE_BYTES = 4 << 20
 BATCH_PAGES = 16
@@ -80,7 +78,7 @@ def run(quick: bool, directory: Path | None = None) -> BenchReport:
 
 
 def _measure_calls(report: BenchReport, client: Client, quick: bool) -> None:
-    keys = _keys(1 << 40, LOOKUP_KEYS)
+    keys = numbered_keys(1 << 40, LOOKUP_KEYS)
     with client.reserve(len(keys)) as held:
         assert len(held.views) == len(keys), "the arena is too small"
         held.commit(keys)
@@ -110,12 +108,12 @@ def _calls_per_s(client: Client, keys: list[PageKey], calls: int) -> float:
 
 
 def _measure_pages(report: BenchReport, plain: Client, checked: Client, rounds: int) -> None:
-    source, target = _filled(BATCH_PAGES * PAGE_BYTES), _filled(BATCH_PAGES * PAGE_BYTES)
+    source, target = filled(BATCH_PAGES * PAGE_BYTES), filled(BATCH_PAGES * PAGE_BYTES)
     # A destination of its own, written once a round like an arena: else caches favour memcpy.
-    reference = _filled(BATCH_PAGES * PAGE_BYTES)
+    reference = filled(BATCH_PAGES * PAGE_BYTES)
     actions: dict[str, Callable[[], object]] = {"memcpy": lambda: _copy_all(reference, source)}
     for suffix, client in (("", plain), ("_checked", checked)):
-        exchange = _Exchange(client, list(_split(source)), list(_split(target)))
+        exchange = _Exchange(client, pages_of(source, PAGE_BYTES), pages_of(target, PAGE_BYTES))
         actions[f"store{suffix}"] = exchange.store
         actions[f"retrieve{suffix}"] = exchange.retrieve
     taken = samples(actions, rounds, warmup=4)
@@ -139,7 +137,7 @@ class _Exchange:
 
     def store(self) -> None:
         self._next += 1
-        self._keys = _keys(self._next << 20, len(self._sources))
+        self._keys = numbered_keys(self._next << 20, len(self._sources))
         with self._client.reserve(len(self._keys)) as held:
             for view, page in zip(held.views, self._sources, strict=True):
                 copy_bytes(view, page)
@@ -206,26 +204,9 @@ def _client(socket_path: Path) -> Client:
     return Client(socket_path, PAGE_BYTES, settings=ClientSettings(call_s=WAIT_S, commit_s=WAIT_S))
 
 
-def _filled(nbytes: int) -> memoryview:
-    """Warm aligned memory with content that is no run of zeros."""
-    buffer = aligned_buffer(nbytes)
-    words = np.frombuffer(buffer, np.uint64)
-    words[:] = np.random.default_rng(1).integers(0, 2**64, words.size, np.uint64)
-    return buffer
-
-
-def _split(buffer: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(buffer), PAGE_BYTES):
-        yield buffer[start : start + PAGE_BYTES]
-
-
 def _copy_all(target: memoryview, source: memoryview) -> None:
-    for out, page in zip(_split(target), _split(source), strict=True):
+    for out, page in zip(pages_of(target, PAGE_BYTES), pages_of(source, PAGE_BYTES), strict=True):
         copy_bytes(out, page)
-
-
-def _keys(first: int, count: int) -> list[PageKey]:
-    return [PageKey(n.to_bytes(KEY_BYTES, "big")) for n in range(first, first + count)]
 
 
 if __name__ == "__main__":

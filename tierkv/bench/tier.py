@@ -23,14 +23,13 @@ import itertools
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-
+from tierkv.bench.filled import filled, pages_of
 from tierkv.bench.report import BenchReport, samples
 from tierkv.storage.checksum import copy_bytes, payload_checksum
 from tierkv.storage.device import BlockFile, DirectDevice, aligned_buffer
@@ -71,10 +70,10 @@ def run(quick: bool, directory: Path | None = None) -> BenchReport:
 
 
 def _measure_host(report: BenchReport, rounds: int) -> None:
-    source = _filled(HOST_BATCH * PAGE_BYTES)
-    target = _filled(HOST_BATCH * PAGE_BYTES)
+    source = filled(HOST_BATCH * PAGE_BYTES)
+    target = filled(HOST_BATCH * PAGE_BYTES)
     # A destination of its own, written once a round like an arena: else caches favour memcpy.
-    reference = _filled(HOST_BATCH * PAGE_BYTES)
+    reference = filled(HOST_BATCH * PAGE_BYTES)
     with ExitStack() as stack:
         actions: dict[str, Callable[[], object]] = {
             "memcpy": lambda: _copy_all(reference, source),
@@ -83,7 +82,9 @@ def _measure_host(report: BenchReport, rounds: int) -> None:
             capacity = HostTier.capacity_for(PAGE_BYTES, HOST_BATCH)
             tier = HostTier(None, PAGE_BYTES, capacity, checksums=checksums)
             stack.callback(tier.close)
-            exchange = _HostExchange(tier, list(_split(source)), list(_split(target)))
+            exchange = _HostExchange(
+                tier, pages_of(source, PAGE_BYTES), pages_of(target, PAGE_BYTES)
+            )
             actions[f"host_put{suffix}"] = exchange.put
             actions[f"host_get{suffix}"] = exchange.get
         taken = samples(actions, rounds)
@@ -122,8 +123,8 @@ class _HostExchange:
 
 def _measure_nvme(report: BenchReport, scratch: Path, rounds: int) -> None:
     source, target = (
-        list(_split(_filled(NVME_BATCH * PAGE_BYTES))),
-        list(_split(_filled(NVME_BATCH * PAGE_BYTES))),
+        pages_of(filled(NVME_BATCH * PAGE_BYTES), PAGE_BYTES),
+        pages_of(filled(NVME_BATCH * PAGE_BYTES), PAGE_BYTES),
     )
     with ExitStack() as stack:
         plain = _PlainLoop(scratch / "plain", source, target)
@@ -242,21 +243,8 @@ def _best_threads(plain: _PlainLoop, rounds: int) -> int:
     return min(seconds, key=lambda threads: seconds[threads])
 
 
-def _filled(nbytes: int) -> memoryview:
-    """Warm aligned memory with content that no device can compress."""
-    buffer = aligned_buffer(nbytes)
-    words = np.frombuffer(buffer, np.uint64)
-    words[:] = np.random.default_rng(1).integers(0, 2**64, words.size, np.uint64)
-    return buffer
-
-
-def _split(buffer: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(buffer), PAGE_BYTES):
-        yield buffer[start : start + PAGE_BYTES]
-
-
 def _copy_all(target: memoryview, source: memoryview) -> None:
-    for out, page in zip(_split(target), _split(source), strict=True):
+    for out, page in zip(pages_of(target, PAGE_BYTES), pages_of(source, PAGE_BYTES), strict=True):
         copy_bytes(out, page)
 
 
