@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields
@@ -102,14 +102,17 @@ class DaemonProcess:
     """One daemon process. A context manager: leaving it kills what is left."""
 
     def __init__(
-        self, values: Mapping[str, Any], module: str = "tests.support.daemon_process"
+        self,
+        values: Mapping[str, Any],
+        module: str = "tests.support.daemon_process",
+        prefix: Sequence[str] = (),
     ) -> None:
-        """Start it; await_ready() waits until it listens."""
+        """Start it; await_ready() waits until it listens. `prefix`: what runs the command."""
         self.values = dict(values)
         self.config = config_from(values)
         self.layout = Layout.of(self.config)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, json.dumps(self.values)],
+            [*prefix, sys.executable, "-m", module, json.dumps(self.values)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -120,10 +123,13 @@ class DaemonProcess:
 
     @classmethod
     def started(
-        cls, values: Mapping[str, Any], module: str = "tests.support.daemon_process"
+        cls,
+        values: Mapping[str, Any],
+        module: str = "tests.support.daemon_process",
+        prefix: Sequence[str] = (),
     ) -> DaemonProcess:
         """A daemon that listens."""
-        daemon = cls(values, module)
+        daemon = cls(values, module, prefix)
         daemon.await_ready()
         return daemon
 
