@@ -24,6 +24,7 @@ from tierkv.storage.types import KEY_BYTES, PageKey
 
 MAGIC = b"TKVP"
 VERSION = 1
+U64_MAX = (1 << 64) - 1
 MESSAGE_BYTES_MAX = TransportLimits().message_bytes
 
 _SIGNED = struct.Struct("<4sHBBQQ")
@@ -183,6 +184,11 @@ class BodyReader:
 def pack_bits(bits: Sequence[bool]) -> bytes:
     """What BodyReader.bits() reads. O(bits)."""
     return np.packbits(np.array(bits, bool), bitorder="little").tobytes()
+
+
+def pack_numbers(numbers: Sequence[int] | Fingerprints) -> bytes:
+    """What BodyReader.fingerprints() reads. O(numbers)."""
+    return np.asarray(numbers, "<u8").tobytes()
 
 
 def bounded(what: str, value: int, low: int, high: int) -> int:
