@@ -56,6 +56,12 @@ class PlanePeer(ABC):
     name: str
     """Of the plane."""
 
+    @property
+    @abstractmethod
+    def broken(self) -> str | None:
+        """Why this peer is of no more use, one line; None while a read may succeed. Once set it
+        stays: planes.py closes this peer and connects again after a while."""
+
     @abstractmethod
     def knows(self, generation: int) -> bool:
         """Whether the last offer named this memory. O(1), waits for nothing."""
