@@ -34,6 +34,7 @@ from tierkv.daemon.status import status_fields
 from tierkv.protocol.messages import Limits
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.policy import AdmissionName, WritePolicy
+from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.store import TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
@@ -45,6 +46,26 @@ PAGE_BYTES = 4096
 HOST_PAGES = 256
 NVME_PAGES = 1024
 
+
+def pool_from(values: Mapping[str, Any]) -> PoolConfig:
+    """A PoolConfig from what json can say: addresses as text, the key in hex."""
+    kinds: dict[str, Any] = {
+        "listen": Address.parse,
+        "advertise": Address.parse,
+        "members": lambda texts: tuple(Address.parse(text) for text in texts),
+        "key": bytes.fromhex,
+        "transports": tuple,
+        "tls_certificate": Path,
+        "tls_key": Path,
+        "tls_authority": Path,
+    }
+    known = {field.name for field in fields(PoolConfig)}
+    assert values.keys() <= known, values.keys() - known
+    return PoolConfig(
+        **{name: kinds.get(name, lambda same: same)(value) for name, value in values.items()}
+    )
+
+
 _KINDS: dict[str, Any] = {
     "socket_path": Path,
     "arena_directory": Path,
@@ -55,6 +76,8 @@ _KINDS: dict[str, Any] = {
     "verify_commit": VerifyCommit,
     "verify_lease": VerifyLease,
     "limits": lambda values: Limits(**values),
+    "pool": pool_from,
+    "pool_key_file": Path,
     "quotas": lambda rows: tuple(QuotaRule(**row) for row in rows),
 }
 

@@ -83,6 +83,7 @@ movement:
 limits: {clients: 3, namespaces: 5, classes: 7, frame: 2MiB}
 http: {bind: "::1", port: 9, token: secret}
 log: {level: debug}
+pool: {listen: node1, members: [node2], key_file: /k}
 quotas:
   - {tenant: acme, host_floor: 25%, host_ceiling: 8GiB, ttl: 1d}
   - {namespace: a1, nvme_floor: 1GiB, nvme_ceiling: 50%}

@@ -23,6 +23,7 @@ from tierkv.storage.errors import ConfigError
 if TYPE_CHECKING:
     from tierkv.config.schema import QuotaSection, Settings
     from tierkv.daemon.settings import DaemonConfig, QuotaRule
+    from tierkv.storage.pool.config import PoolConfig
 
 ConfigOption = Annotated[
     Path | None,
@@ -126,6 +127,8 @@ def daemon_config(settings: Settings) -> DaemonConfig:
         http_host=http.bind,
         http_port=http.port,
         http_token=http.token,
+        pool=_pool(settings),
+        pool_key_file=settings.pool.key_file,
         log_level=settings.log.level,
         quotas=tuple(_rule(rule) for rule in settings.quotas),
     )
@@ -148,6 +151,46 @@ def _limits(settings: Settings) -> Any:
         ids=limits.ids,
         hold_ms=round(limits.hold * 1000),
         wait_ms=round(limits.wait * 1000),
+    )
+
+
+def _pool(settings: Settings) -> PoolConfig | None:
+    from tierkv.storage.pool.config import PoolConfig
+
+    pool = settings.pool
+    if pool.listen is None:
+        return None
+    return PoolConfig(
+        listen=pool.listen,
+        members=pool.members or (),
+        name=pool.name,
+        advertise=pool.advertise,
+        any_interface=pool.any_interface,
+        open_pool=pool.open_pool,
+        tls_certificate=pool.tls_certificate,
+        tls_key=pool.tls_key,
+        tls_authority=pool.tls_authority,
+        etcd=None if pool.etcd is None else str(pool.etcd),
+        etcd_prefix=pool.etcd_prefix,
+        transports=pool.transports,
+        replicas=pool.replicas,
+        hot_replicas=pool.hot_replicas,
+        copy_after=pool.copy_after,
+        hot_after=pool.hot_after,
+        host_share=pool.host_share,
+        nvme_share=pool.nvme_share,
+        heartbeat_s=pool.heartbeat,
+        suspect_s=pool.suspect,
+        connect_s=pool.connect,
+        lease_s=pool.lease,
+        transfer_s=pool.transfer,
+        store_s=pool.store,
+        batch_pages=pool.batch_pages,
+        pull_pages=pool.pull_pages,
+        push_pages=pool.push_pages,
+        rebalance_bytes_per_s=pool.rebalance,
+        breaker_failures=pool.breaker_failures,
+        breaker_open_s=pool.breaker_open,
     )
 
 

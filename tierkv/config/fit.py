@@ -16,7 +16,7 @@ from tierkv.config.kinds import Size
 from tierkv.config.machine import Machine, Space
 from tierkv.config.schema import QUOTAS
 from tierkv.config.sizes import format_size
-from tierkv.config.sources import Layers, Mistake
+from tierkv.config.sources import DEFAULT, Layers, Mistake
 
 SOCKET_BYTES_MAX = 107
 """What the kernel has room for in the address of a unix socket."""
@@ -41,6 +41,7 @@ def fit(layers: Layers, machine: Machine) -> Fitted:
         *_nvme_mistakes(fitted.values),
         *_daemon_mistakes(fitted.values),
         *_limit_mistakes(fitted.values),
+        *_remote_mistakes(layers, fitted.values),
         *_quota_mistakes(layers, fitted.values),
     )
     fitted.mistakes += [
@@ -137,6 +138,31 @@ def _limit_mistakes(values: dict[str, Any]) -> Findings:
             f"expected at least {needed} bytes for limits.keys {values['limits.keys']}, "
             f"got {values['limits.frame']}; raise it or lower limits.keys",
         )
+
+
+def _remote_mistakes(layers: Layers, values: dict[str, Any]) -> Findings:
+    """What cannot be meant. Whether a pool can be opened is seen when the daemon opens it: a bad
+    one costs the pool, not the local tiers."""
+    if values["pool.listen"] is not None and values["mooncake.master"] is not None:
+        yield "mooncake.master", "expected none beside pool.listen; a node has one remote tier"
+    for section, switch in (("pool", "listen"), ("mooncake", "master")):
+        if values[f"{section}.{switch}"] is not None:
+            continue
+        given = (
+            name
+            for name, value in layers.values.items()
+            if name.startswith(f"{section}.")
+            and value.place != DEFAULT
+            and not _is_default(name, value.parsed)
+        )
+        if (name := next(given, None)) is not None:
+            yield name, f"needs {section}.{switch}; without it there is no {section}"
+
+
+def _is_default(name: str, parsed: Any) -> bool:
+    key = schema.find(name)
+    assert key is not None
+    return bool(key.kind.parse(key.default_text) == parsed)
 
 
 def _quota_mistakes(layers: Layers, values: dict[str, Any]) -> Findings:

@@ -20,6 +20,7 @@ from typing import Any
 
 from tierkv.config.sizes import parse_size
 from tierkv.storage.errors import ConfigError
+from tierkv.storage.pool.config import Address
 
 NONE = "none"
 """How "no value" is written for a key that may have none."""
@@ -109,6 +110,35 @@ def choice(names: type[StrEnum] | tuple[str, ...]) -> Kind:
     return Kind("NAME", parse)
 
 
+def choices(names: tuple[str, ...]) -> Kind:
+    """Some of a few names, in the order given, each at most once."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        found = _parts(text)
+        if not found or set(found) - set(names) or len(set(found)) < len(found):
+            raise ValueError(f"expected some of {', '.join(names)}, each once, got {text!r}")
+        return found
+
+    return Kind("NAMES", parse, ",".join, is_list=True)
+
+
+def address(default_port: int) -> Kind:
+    """Where a process of another machine, or this one, listens: host:port."""
+    return Kind("HOST:PORT", lambda text: _address(text, default_port))
+
+
+def addresses(default_port: int) -> Kind:
+    """Several of them. Whether they fit together is for whoever uses them."""
+
+    def parse(text: str) -> tuple[Address, ...]:
+        found = tuple(_address(part, default_port) for part in _parts(text))
+        if not found:
+            raise ValueError(f"expected addresses such as node2:{default_port}, got {text!r}")
+        return found
+
+    return Kind("ADDRESSES", parse, lambda value: ",".join(map(str, value)), is_list=True)
+
+
 def parse_duration(text: str) -> float:
     """Seconds of "30s", "5m", "1d", "250ms" or "2h". Raises ValueError. "0" needs no unit."""
     if text.strip() == "0":
@@ -152,6 +182,16 @@ def show_size(size_bytes: int) -> str:
         if size_bytes and size_bytes % factor == 0:
             return f"{size_bytes // factor}{unit}"
     return str(size_bytes)
+
+
+def _rate(text: str) -> int:
+    size, slash, unit = text.strip().partition("/")
+    if slash and unit.strip() != "s":
+        raise ValueError(f"expected bytes a second such as 64MB/s, got {text!r}")
+    try:
+        return _size(size)
+    except ValueError:
+        raise ValueError(f"expected bytes a second such as 64MB/s, got {text!r}") from None
 
 
 def _share_or_size(text: str) -> Size:
@@ -211,8 +251,24 @@ def _path(text: str) -> Path:
         raise ValueError(f"expected a path, got {text!r}: no such user") from None
 
 
+def _parts(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _address(text: str, default_port: int) -> Address:
+    host = text.strip()
+    if not host or not host.isprintable() or any(each in host for each in " /@"):
+        raise ValueError(f"expected an address such as node2:{default_port}, got {text!r}")
+    try:
+        return Address.parse(host, default_port)
+    except ConfigError:
+        raise ValueError(
+            f"expected an address such as node2:{default_port}, got {text!r}"
+        ) from None
+
+
 def _uids(text: str) -> tuple[int, ...]:
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = _parts(text)
     if not parts:
         raise ValueError(f"expected user names or ids, got {text!r}")
     return tuple(_uid(part) for part in parts)
@@ -238,6 +294,7 @@ def _hex_prefix(text: str) -> str:
 SIZE = Kind("SIZE", _size, show_size)
 SHARE_OR_SIZE = Kind("SIZE|%", _share_or_size)
 RATIO = Kind("%", _ratio, _show_ratio)
+RATE = Kind("SIZE/s", _rate, lambda value: f"{show_size(value)}/s")
 DURATION = Kind("TIME", _duration, show_duration)
 FLAG = Kind("BOOL", _flag, lambda value: str(value).lower())
 MODE = Kind("MODE", _mode, lambda value: f"{value:04o}")

@@ -9,11 +9,12 @@ line turns Settings into its DaemonConfig. docs/guides/sidecar.md shows a file.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+from tierkv.config.key import Key
 from tierkv.config.kinds import (
     DURATION,
     FLAG,
@@ -25,11 +26,11 @@ from tierkv.config.kinds import (
     SIZE,
     TEXT,
     UIDS,
-    Kind,
     choice,
     optional,
     whole_number,
 )
+from tierkv.config.remote_sections import MooncakeSection, PoolSection
 from tierkv.storage.policy import AdmissionName, WritePolicy
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -39,22 +40,6 @@ VERIFY_LEASE = ("always", "recovered", "never")
 QUOTA_RULES_MAX = 1024
 
 _POSITIVE = whole_number(1, 1 << 20)
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """One key. `default` is text, as a user would write it; called when the machine decides."""
-
-    kind: Kind
-    default: str | Callable[[], str]
-    help: str
-    secret: bool = False
-    share_of: str = ""
-    """What 100% is: "space" for the file system of the section's directory, or another key."""
-
-    @property
-    def default_text(self) -> str:
-        return self.default if isinstance(self.default, str) else self.default()
 
 
 def _default_socket() -> str:
@@ -236,6 +221,8 @@ class Settings:
     host: HostSection
     nvme: NvmeSection
     movement: MovementSection
+    pool: PoolSection
+    mooncake: MooncakeSection
     limits: LimitsSection
     http: HttpSection
     log: LogSection
@@ -247,6 +234,8 @@ SECTIONS: dict[str, type[Any]] = {
     "host": HostSection,
     "nvme": NvmeSection,
     "movement": MovementSection,
+    "pool": PoolSection,
+    "mooncake": MooncakeSection,
     "limits": LimitsSection,
     "http": HttpSection,
     "log": LogSection,

@@ -9,8 +9,8 @@ and stop; tierkv.cli asks it where an instance's files are.
                      /<instance>.owner                  JSON: whose arenas these are
                      /<instance>.lock                   held while the daemon runs
     <cache root>/class-<page_bytes>/                    nvme root of one page size
-                /namespaces.json                        (in the arena directory without nvme,
-                                                        as <instance>.namespaces.json)
+                /namespaces.json, pool-epoch.json       (in the arena directory without nvme, as
+                                                        <instance>.namespaces.json and so on)
 
 Invariant: nothing of another instance is removed unless its lock is free and its cache is gone.
 """
@@ -71,14 +71,22 @@ class Layout:
     @property
     def namespaces_path(self) -> Path:
         """The record of namespaces and their owner numbers."""
-        if self.cache_root is not None:
-            return self.cache_root / "namespaces.json"
-        return self.arena_directory / f"{self.instance}.namespaces.json"
+        return self._control_path("namespaces.json")
+
+    @property
+    def epoch_path(self) -> Path:
+        """How often this node has joined its pool."""
+        return self._control_path("pool-epoch.json")
 
     @property
     def owner_path(self) -> Path:
         """Says whose arenas these are."""
         return self.arena_directory / f"{self.instance}.owner"
+
+    def _control_path(self, name: str) -> Path:
+        if self.cache_root is not None:
+            return self.cache_root / name
+        return self.arena_directory / f"{self.instance}.{name}"
 
     def known_classes(self) -> list[int]:
         """Page sizes that have an arena or an nvme folder, ascending."""

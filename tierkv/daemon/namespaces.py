@@ -20,12 +20,14 @@ from typing import Any
 
 from tierkv.storage.errors import CapacityError, ConfigError, FormatVersionError
 from tierkv.storage.identity import Fingerprint, from_json, namespace, to_json
+from tierkv.storage.remote import POOL_OWNER
 from tierkv.storage.tiers.nvme_layout import write_json
 from tierkv.storage.types import NamespaceId
 
 FORMAT = "tierkv-namespaces"
 VERSION = 1
-OWNER_MAX = 2**32 - 1
+OWNER_MAX = POOL_OWNER - 1
+"""The number above is that of pages kept for the pool: they belong to no namespace here."""
 _FILE_BYTES_MAX = 256 << 20
 
 log = logging.getLogger(__name__)
@@ -112,9 +114,13 @@ class NamespaceRegistry:
             return True
 
     def skip_past(self, owners: Iterable[int]) -> None:
-        """Never give out these numbers: pages carry them although no record says whose they are."""
+        """Never give out these numbers: pages carry them although no record says whose they are.
+
+        POOL_OWNER is passed over: it is nobody's number.
+        """
         with self._lock:
-            self._next = max(self._next, max(owners, default=0) + 1)
+            highest = max((owner for owner in owners if owner != POOL_OWNER), default=0)
+            self._next = max(self._next, highest + 1)
             assert self._next <= OWNER_MAX, "owner numbers are used up"
 
     def check(self) -> None:

@@ -3,9 +3,10 @@
 Owns the locks, the socket, the worker threads and every part's life. Called by
 tierkv.daemon.run, and by tests that build a daemon with a device of their own.
 
-Order of a start: locks, sweep, namespaces, known page classes, socket, HTTP, background work.
+Order of a start: locks, sweep, namespaces, remote tier, known page classes, HTTP, socket,
+background work.
 Order of a stop: no new connections, CLOSING to new requests, flush within the bound, connections,
-stores, socket, locks.
+socket, remote tier (ends what moves), stores, locks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import os
 import socket
 import stat
+from functools import partial
 from pathlib import Path
 
 from tierkv.daemon.classes import PageClasses
@@ -24,6 +26,7 @@ from tierkv.daemon.http import HttpServer
 from tierkv.daemon.layout import InstanceLock, Layout, sweep
 from tierkv.daemon.namespaces import NamespaceRegistry
 from tierkv.daemon.page_class import StoreOpener
+from tierkv.daemon.remote_tier import RemoteTier
 from tierkv.daemon.service import Service
 from tierkv.daemon.settings import DaemonConfig
 from tierkv.daemon.upkeep import Upkeep
@@ -34,6 +37,8 @@ from tierkv.storage.store import TieredStore
 
 BACKLOG = 256
 CONNECT_S = 1.0
+CLOSE_MARGIN_S = 0.5
+"""Beyond the time that the remote tier was given to close."""
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +83,7 @@ class Daemon:
             waiters = Workers(self.config.workers, loop, "waits")
             classes = PageClasses(self.config, self.layout, waiters, self._open_store)
             self._service = Service(self.config, loop, classes, namespaces, workers, waiters)
+            await self._start_remote(self._service)
             await self._service.reopen(self._known_classes(namespaces))
             upkeep = Upkeep(self._service)
             self._service.upkeep = upkeep
@@ -126,6 +132,14 @@ class Daemon:
         greeted = dict.fromkeys(known.page_bytes for known in namespaces.all())
         return [*(size for size in greeted if size in there), *(set(there) - greeted.keys())]
 
+    async def _start_remote(self, service: Service) -> None:
+        """Before any store is opened: each gets its end of the remote tier."""
+        remote = RemoteTier(
+            self.config, self.layout.epoch_path, service.clock, service.open_for_member
+        )
+        service.remote = remote
+        await service.waiters.submit(remote.start)
+
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
         path = self.layout.socket_path
         _clear_socket_path(path)
@@ -163,13 +177,26 @@ class Daemon:
             service = self._service
             service.timer.close()
             service.quarantine.close()
-            await service.classes.close(timeout_s)
+            deadline = service.loop.time() + timeout_s
+            await _close_remote(service, timeout_s / 2)
+            await service.classes.close(max(0.1, deadline - service.loop.time()))
             for pool in (service.workers, service.waiters):
                 pool.close(0.1)
             self._service = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+
+async def _close_remote(service: Service, timeout_s: float) -> None:
+    """Leave the pool, so that nothing moves any more when the stores are closed."""
+    if service.remote is None:
+        return
+    closing = service.waiters.submit(partial(service.remote.close, timeout_s))
+    try:
+        await asyncio.wait_for(closing, timeout_s + CLOSE_MARGIN_S)
+    except (TierKVError, TimeoutError) as error:
+        log.error("close remote tier: %s", str(error) or "stuck, left behind")
 
 
 def _clear_socket_path(path: Path) -> None:

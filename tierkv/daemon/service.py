@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections import Counter, defaultdict
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,11 @@ from tierkv.storage.identity import Fingerprint, namespace
 
 if TYPE_CHECKING:
     from tierkv.daemon.connection import Connection
+    from tierkv.daemon.remote_tier import RemoteTier
     from tierkv.daemon.upkeep import Upkeep
+
+REFUSED_SIZES_MAX = 64
+"""Page sizes of members whose refusal is logged: a member cannot fill the log."""
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +84,8 @@ class Service:
         """Requests at work: the loop itself keeps only weak references."""
         self.connected = 0
         self.upkeep: Upkeep | None = None
+        self.remote: RemoteTier | None = None
+        self._refused_sizes: set[int] = set()
         self.closing = False
         """Once true, requests that start something are answered with CLOSING."""
 
@@ -99,6 +106,31 @@ class Service:
                 "page_bytes=%d quarantined_pages=%d processes=%d reason=former_daemon",
                 *(pages.page_bytes, len(held), len(peers)),
             )
+        if self.remote is not None:
+            await self.waiters.submit(partial(self.remote.attach, pages))
+
+    def open_for_member(self, page_bytes: int, timeout_s: float) -> bool:
+        """Serve a page size because a member of the pool has it, as a client's hello does.
+
+        For the pool's threads: waits for the loop, at most `timeout_s`. False when the budgets
+        have no room for it or the daemon stops; the first such refusal of a size is logged.
+        """
+        if self.closing or self.loop.is_closed():
+            return False
+        opening = asyncio.run_coroutine_threadsafe(self.classes.open(page_bytes), self.loop)
+        try:
+            opening.result(timeout_s)
+        except (TierKVError, TimeoutError, CancelledError) as error:
+            if len(self._refused_sizes) < REFUSED_SIZES_MAX and page_bytes not in (
+                self._refused_sizes
+            ):
+                self._refused_sizes.add(page_bytes)
+                log.warning(
+                    "pool: a member has pages of %d bytes, not served here: %s",
+                    *(page_bytes, str(error) or "not opened in time"),
+                )
+            return False
+        return True
 
     async def reopen(self, page_sizes: list[int]) -> None:
         """Open what a former daemon left, so that the first hello finds it warm."""
@@ -134,6 +166,8 @@ class Service:
         self.classes.check()
         self.namespaces.check()
         self.quarantine.check()
+        if self.remote is not None:
+            self.remote.check()
         for number, session in self.sessions.items():
             assert number == session.number
             session.check()

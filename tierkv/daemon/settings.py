@@ -16,6 +16,7 @@ from pathlib import Path
 from tierkv.protocol.messages import Limits
 from tierkv.storage.errors import CapacityError, ConfigError
 from tierkv.storage.policy import AdmissionName, WritePolicy
+from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.tiers.nvme import MIN_FREE_BYTES
 
 HTTP_PORT = 7421
@@ -144,6 +145,11 @@ class DaemonConfig:
     """0: a free one, printed in the log."""
     http_token: str | None = field(default=None, repr=False)
     """Bearer token of admin calls; without one they are refused."""
+    pool: PoolConfig | None = None
+    """This node's part in a pool of nodes; checked when the daemon opens it, since a pool that
+    cannot be opened costs the pool and not the local tiers. None: no pool."""
+    pool_key_file: Path | None = None
+    """Where the pool's key is; read at every start. None: what `pool` has."""
     stop_s: float = 20.0
     """Bound of a graceful stop."""
     log_level: str = "info"
@@ -217,9 +223,11 @@ class DaemonConfig:
         return next((rule for rule in self.quotas if rule.matches(namespace, tenant)), None)
 
     def digest(self) -> str:
-        """16 hex digits that change with any setting but the token. For /status."""
+        """16 hex digits that change with any setting but the secrets. For /status."""
         values = asdict(self)
         values["http_token"] = self.http_token is not None
+        if self.pool is not None:
+            values["pool"]["key"] = self.pool.key is not None
         return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()[:16]
 
 

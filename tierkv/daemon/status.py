@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.protocol.stats import stats_fields
 from tierkv.storage.base import StoreStats
+from tierkv.storage.remote import POOL_OWNER
 from tierkv.storage.types import TierName
 
 if TYPE_CHECKING:
     from tierkv.daemon.page_class import PageClass
     from tierkv.daemon.service import Service
 
+POOL_TENANT = "pool"
+"""Whose the pages are that are kept for other nodes, in the list of namespaces."""
+
 
 def status_fields(service: Service) -> dict[str, Any]:
-    """Everything /status shows, made of maps, lists, numbers and text. O(classes)."""
+    """Everything /status shows, made of maps, lists, numbers and text.
+
+    O(classes * namespaces + members).
+    """
     return {
         "pid": os.getpid(),
         "boot_token": service.boot_token.hex(),
@@ -29,6 +36,7 @@ def status_fields(service: Service) -> dict[str, Any]:
         "sessions": _session_fields(service),
         "requests": _request_fields(service),
         "background": service.background_fields(),
+        **_remote_fields(service),
     }
 
 
@@ -55,7 +63,7 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
             {
                 "namespace": b"",
                 "owner": owner,
-                "tenant": "",
+                "tenant": POOL_TENANT if owner == POOL_OWNER else "",
                 "page_bytes": page_bytes,
                 "fingerprint": "",
                 "pages": _by_tier(used.pages),
@@ -67,16 +75,26 @@ def namespace_rows(service: Service) -> list[dict[str, Any]]:
     return rows
 
 
+def _remote_fields(service: Service) -> dict[str, Any]:
+    """`pool` and `mooncake`: what each says of itself, None where it is not configured."""
+    fields: dict[str, Any] = {"pool": None, "mooncake": None}
+    if service.remote is not None and service.remote.kind is not None:
+        fields[service.remote.kind] = service.remote.status()
+    return fields
+
+
 def _class_fields(pages: PageClass) -> dict[str, Any]:
     stats = pages.store.stats()
     fields = stats_fields(stats)
     fields["tiers"] = {tier["name"]: tier for tier in fields["tiers"]}
+    kept = pages.store.owners().get(POOL_OWNER)
     return {
         "page_bytes": pages.page_bytes,
         "host_bytes": pages.host_bytes,
         "nvme_bytes": pages.nvme_bytes,
         "commit_mismatches": pages.commit_mismatches,
         "ready": ready(stats),
+        "pool_pages": {} if kept is None else _by_tier(kept.pages),
         **fields,
     }
 
