@@ -315,6 +315,35 @@ class MoverStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """A remote tier as one store sees it. Counters run from bind(), in pages."""
+
+    queued: int
+    running: int
+    landed: int
+    missed: int
+    corrupt: int
+    failed: int
+    cancelled: int
+    refused: int
+    """Pulls not taken over: the queue was full."""
+    pushes_queued: int
+    pushed: int
+    """Copies that another node acknowledged."""
+    push_duplicates: int
+    """Of pages that were there already."""
+    push_dropped: int
+    """Not queued: the queue was full. Stores are dropped, the engine never waits."""
+    push_failed: int
+    """Refused for want of room, lost with a connection, or gone from here before their turn."""
+    worker_restarts: int
+    known_pages: int
+    """Pages elsewhere that `holds` knows of."""
+    degraded: str | None
+    """None when it serves; else one line that says why not."""
+
+
+@dataclass(frozen=True, slots=True)
 class OwnerUsage:
     """What one owner has in a store."""
 
@@ -343,7 +372,7 @@ class StoreStats:
     demote_skipped: int = 0
     """Pages not queued for nvme because it is degraded; those a full queue lost are in mover."""
     late_fetches: int = 0
-    """Fetches cut because nvme had not answered by the deadline."""
+    """Fetches cut because a lower tier had not answered by the deadline."""
     quota_refused: dict[TierName, int] = field(default_factory=dict)
     """Pages kept out of a tier because their owner had reached a ceiling there."""
     evictions: dict[str, int] = field(default_factory=dict)
@@ -359,6 +388,8 @@ class StoreStats:
     breaker_trips: int = 0
     breaker_open: bool = False
     """True while nvme is not asked because it kept failing or being late."""
+    remote: RemoteStats | None = None
+    """None without a remote tier."""
     degraded: str | None = None
     """None when every configured tier serves; else one line that says which does not and why."""
 
@@ -457,7 +488,10 @@ class PageStore(ABC):
 
     @abstractmethod
     def lookup(self, keys: Sequence[PageKey]) -> list[TierName | None]:
-        """Name the fastest tier that holds each key, or None. No side effects."""
+        """Name the fastest tier that holds each key, or None. No side effects.
+
+        What a remote tier holds is what is known of it: a fetch says what is true.
+        """
 
     @abstractmethod
     def reserve(self, count: int, owner: int = 0) -> StoreReservation:

@@ -27,6 +27,7 @@ from tierkv.storage.errors import TierError
 from tierkv.storage.eviction_log import EvictionReason
 from tierkv.storage.last_use import LastUse
 from tierkv.storage.mover import Job, JobState, Mover, Refusal
+from tierkv.storage.neighbours import Neighbours
 from tierkv.storage.policy import Admission, FrequencySketch, WritePolicy
 from tierkv.storage.room import Room
 from tierkv.storage.types import PageKey, TierName
@@ -110,6 +111,7 @@ class Demoter:
         pinned: Container[PageKey],
         lock: threading.RLock,
         clock: Clock,
+        neighbours: Neighbours,
         on_durable: Callable[[PageKey], None] | None = None,
     ) -> None:
         self._host = host
@@ -121,6 +123,7 @@ class Demoter:
         self._pinned = pinned
         self._lock = lock
         self._clock = clock
+        self._neighbours = neighbours
         self._on_durable = on_durable
         self._clean: OrderedDict[PageKey, None] = OrderedDict()
         self._owed: OrderedDict[PageKey, None] = OrderedDict()
@@ -130,9 +133,15 @@ class Demoter:
 
     def committed_locked(self, keys: Sequence[PageKey], owner: int) -> None:
         """Apply the write policy to pages that just became visible in host."""
+        uses = []
         for key in keys:
-            self._sketch.record(key)
+            uses.append(self._sketch.record(key))
             self._last_use.record(key, owner)
+        self._neighbours.used_locked(keys, uses, [owner] * len(keys))
+        self.landed_locked(keys)
+
+    def landed_locked(self, keys: Sequence[PageKey]) -> None:
+        """Like committed_locked, for pages that came from elsewhere and are not used yet."""
         if self._rules.policy is WritePolicy.WRITE_THROUGH:
             self._queue_absent(keys)
         elif self._rules.policy is WritePolicy.WRITE_BACK:
@@ -140,14 +149,16 @@ class Demoter:
 
     def used_locked(self, keys: Sequence[PageKey], owners: Sequence[int | None]) -> None:
         """Note that pages were asked for: they get hotter, and may now be worth a copy."""
-        hot = []
+        hot, uses = [], []
         for key, owner in zip(keys, owners, strict=True):
             self._clean.pop(key, None)
             if owner is not None:
                 self._last_use.record(key, owner)
+            uses.append(self._sketch.record(key))
             # The commit itself counted once, so "more than" is "at least that many hits".
-            if self._sketch.record(key) > self._rules.selective_hits:
+            if uses[-1] > self._rules.selective_hits:
                 hot.append(key)
+        self._neighbours.used_locked(keys, uses, owners)
         if self._rules.policy is WritePolicy.WRITE_THROUGH_SELECTIVE and hot:
             self._queue_absent(hot)
         elif self._owed:

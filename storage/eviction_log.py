@@ -1,15 +1,15 @@
 """What left a tier lately and why, so that `explain` can say when a page was evicted.
 
 Owns a bounded ring of removals, one entry per page and tier: the latest. Knows neither tiers nor
-policies. Invariants: at most `capacity` entries, oldest forgotten first; counts never shrink.
-Called by whatever removes pages, from any thread.
+policies. Invariants: at most `capacity` entries, oldest forgotten first; counts never shrink;
+whoever listens is told of every removal. Called by whatever removes pages, from any thread.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -57,6 +57,15 @@ class EvictionLog:
         self._lock = threading.Lock()
         self._latest: OrderedDict[tuple[PageKey, TierName], Eviction] = OrderedDict()
         self._counts: Counter[EvictionReason] = Counter()
+        self._listener: Callable[[Sequence[PageKey]], None] | None = None
+
+    def listen(self, listener: Callable[[Sequence[PageKey]], None]) -> None:
+        """Tell `listener` of the pages of every later removal, in the thread that records it.
+
+        It is called with no lock of the log held and must not wait. One listener at most.
+        """
+        assert self._listener is None, "the log of removals has one listener"
+        self._listener = listener
 
     def record(self, keys: Sequence[PageKey], tier: TierName, reason: EvictionReason) -> None:
         """Note that these pages left `tier` now. O(pages)."""
@@ -68,6 +77,8 @@ class EvictionLog:
                 self._latest[key, tier] = Eviction(key, tier, now, reason)
             while len(self._latest) > self._capacity:
                 self._latest.popitem(last=False)
+        if self._listener is not None:
+            self._listener(keys)
 
     def evicted_when(self, key: PageKey) -> list[Eviction]:
         """The latest removal of `key` from each tier, newest first; empty when not known. O(1)."""

@@ -42,7 +42,7 @@ class FetchOwner(Protocol):
     """What a fetch needs from the one that started it. None of it is called with a lock held."""
 
     def detach(self, fetch: TieredFetch, late: bool) -> None:
-        """Stop delivering to `fetch`. `late`: it still waited for nvme when its time was up."""
+        """Stop delivering to `fetch`. `late`: it still waited for pages when its time was up."""
         ...
 
     def unpin(self, pages: Sequence[PinnedPage]) -> None:

@@ -10,7 +10,7 @@ Lock order: the store's lock, then a tier's. Never held over I/O.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tierkv.storage.base import MappedTier, OwnerUsage, Tier
 from tierkv.storage.clock import Clock
@@ -41,7 +41,10 @@ class Owners:
         last_use: LastUse,
         lock: threading.RLock,
         clock: Clock,
+        end_pulls: Callable[[int, float], None],
     ) -> None:
+        """`end_pulls(owner, timeout_s)` ends what of the owner is on its way from elsewhere."""
+        self._end_pulls = end_pulls
         self._host = host
         self._lower = lower
         self._room = room
@@ -75,9 +78,11 @@ class Owners:
         """Remove all pages of `owner` from every tier; returns how many pages there were.
 
         Leased ones go when their last lease ends. Waits until the removal is durable, and up to
-        `timeout_s` for copies between tiers that could bring one back.
+        `timeout_s` for copies between tiers that could bring one back. What a remote tier has
+        stays there.
         """
         deadline = self._clock.monotonic() + timeout_s
+        self._end_pulls(owner, timeout_s)
         gone: set[PageKey] = set()
         for _ in range(DROP_ROUNDS_MAX):
             keys = {name: self.keys_of(owner, name) for name in self._tiers()}

@@ -1,13 +1,14 @@
-"""The way up: turns a list of keys into pinned host pages, reading what is only on nvme.
+"""The way up: turns a list of keys into pinned host pages, bringing what is only further down.
 
 Owns the promotions under way (one per page, however many fetches want it), the pins that fetches
-and leases hold, the breaker and the counters of reads. Does not copy (storage.mover does), does
-not choose what leaves host (storage.demotion does). Called by storage.store, engines (through
-fetch and lease objects) and mover workers.
+and leases hold, nvme's breaker and the counters of reads. Does not copy (storage.mover reads nvme,
+the remote tier pulls), does not choose what leaves host (storage.demotion does). Called by
+storage.store, engines (through fetch and lease objects), mover and remote workers.
 
 Invariants: `pins[key]` is the number of host leases that fetches and their leases hold on `key`;
-a page is read from nvme by at most one promotion at a time; a promotion nobody waits for is
-cancelled while it is queued, else its page lands in host unpinned.
+a page is brought by at most one promotion at a time; a promotion nobody waits for is cancelled
+while it is queued, else its page lands in host unpinned. Only nvme's own failures and the fetches
+that it kept waiting count against nvme: the remote tier judges its peers itself.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -29,7 +31,9 @@ from tierkv.storage.errors import TierError
 from tierkv.storage.eviction_log import EvictionReason
 from tierkv.storage.fetch import PinnedPage, TieredFetch
 from tierkv.storage.mover import Job, JobState
+from tierkv.storage.neighbours import Neighbours
 from tierkv.storage.preload import PreloadStart
+from tierkv.storage.remote import Pull, PullState
 from tierkv.storage.room import Room
 from tierkv.storage.types import PageKey, ReadOutcome, TierName
 
@@ -52,7 +56,8 @@ class Verify(StrEnum):
 class Promotion:
     """One page on its way up and who waits for it: (fetch, index in its run)."""
 
-    job: Job
+    work: Job | Pull
+    """A read from nvme, or a pull from the remote tier."""
     waiters: list[tuple[TieredFetch, int]]
 
 
@@ -81,6 +86,7 @@ class Promoter:
         host_reads: TransferMeter,
         lock: threading.RLock,
         clock: Clock,
+        neighbours: Neighbours,
         on_verified: Callable[[PageKey], None],
     ) -> None:
         """`on_verified` is told of each page that a read from nvme found sound."""
@@ -97,38 +103,53 @@ class Promoter:
         self._host_reads = host_reads
         self._lock = lock
         self._clock = clock
+        self._neighbours = neighbours
         self._watch = DeadlineWatch(clock)
         self._watched: dict[TieredFetch, int] = {}
         self._promotions: dict[PageKey, Promotion] = {}
         self.counts = FetchCounts(restored=Counter())
 
-    def where(self, keys: Sequence[PageKey]) -> list[TierName | None]:
-        """Fastest tier of each key; nvme counts only while its breaker lets it be asked."""
+    def lookup(self, keys: Sequence[PageKey]) -> list[TierName | None]:
+        """Fastest tier of each key; waits a little for a remote tier that has to be asked."""
+        if self._neighbours.lookup_waits:
+            found = self._where(keys, here=True)
+            pairs = zip(keys, found, strict=True)
+            self._neighbours.refresh([key for key, tier in pairs if tier is None])
+        return self._where(keys, here=False)
+
+    def _where(self, keys: Sequence[PageKey], here: bool) -> list[TierName | None]:
+        """Fastest tier of each key; nvme counts only while its breaker lets it be asked, and the
+        remote tier unless only what is `here` is wanted."""
         found: list[TierName | None] = [
             TierName.HOST if there else None for there in self._host.lookup(keys)
         ]
-        if self._lower is None or not self._breaker.closed:
-            return found
-        absent = [index for index, tier in enumerate(found) if tier is None]
-        below = self._lower.holds([keys[index] for index in absent]) if absent else []
-        for index, there in zip(absent, below, strict=True):
-            if there:
-                found[index] = self._lower.tier.name
+        if self._lower is not None and self._breaker.closed:
+            _fill(found, keys, self._lower.holds, self._lower.tier.name)
+        if not here:
+            _fill(found, keys, self._neighbours.holds, TierName.REMOTE)
         return found
 
     def start(
-        self, keys: Sequence[PageKey], deadline_s: float, verify: bool | None = None
+        self,
+        keys: Sequence[PageKey],
+        deadline_s: float,
+        verify: bool | None = None,
+        owner: int = 0,
+        here: bool = False,
     ) -> TieredFetch:
-        """Pin the leading run that is in host and start reading the rest of it from nvme."""
+        """Pin the leading run that is in host and start bringing the rest of it.
+
+        `owner`: whose the pages from the remote tier are to be. `here`: do not ask that.
+        """
         deadline = self._clock.monotonic() + max(0.0, deadline_s)
         fetch = TieredFetch(self, self._host, keys, deadline, self._clock, verify)
         with self._lock:
-            run = self._pin_run(fetch.keys)
+            run = self._pin_run(fetch.keys, here)
             fetch.begin(run)
             reach = next((i for i, page in enumerate(run) if page.lease is None), len(run))
             if reach < len(run):
                 # Without time for a read, none is started: its lateness would blame nvme.
-                reach = self._start_promotions(fetch, run) if deadline_s > 0 else reach
+                reach = self._start_promotions(fetch, run, owner) if deadline_s > 0 else reach
                 self.unpin(fetch.cut(reach))
             if not fetch.done:
                 self._watched[fetch] = self._watch.add(deadline, fetch.expire)
@@ -141,10 +162,11 @@ class Promoter:
             token = self._watched.pop(fetch, None)
             if token is not None:
                 self._watch.discard(token)
-            self._leave(fetch, 0)
             if late:
                 self.counts.late += 1
-                self._breaker.failed()
+                if self._waits_for_nvme(fetch):
+                    self._breaker.failed()
+            self._leave(fetch, 0)
 
     def unpin(self, pages: Sequence[PinnedPage]) -> None:
         with self._lock:
@@ -154,7 +176,7 @@ class Promoter:
                     page.lease = None
 
     def sound(self, page: PinnedPage, verify: bool | None) -> bool:
-        # What nvme just delivered was verified by that read, against the same digest.
+        # What came from below was verified on its way, against the same digest.
         if page.lease is None or page.tier is not TierName.HOST:
             return page.lease is not None
         if verify is None:
@@ -185,7 +207,7 @@ class Promoter:
         """Assert that pins and promotions are conserved. O(promotions)."""
         assert all(count > 0 for count in self._pins.values()), "a pin count below one"
         for key, promotion in self._promotions.items():
-            assert promotion.job.key == key, "a promotion under the wrong key"
+            assert promotion.work.key == key, "a promotion under the wrong key"
         self._watch.check()
         self._breaker.check()
 
@@ -203,10 +225,18 @@ class Promoter:
             fetch.expire(late=False)
         return self._watch.close(timeout_s)
 
-    def _pin_run(self, keys: Sequence[PageKey]) -> list[PinnedPage]:
+    def end_pulls(self, owner: int, timeout_s: float) -> None:
+        """Cancel the queued pulls of `owner` and wait for those that run, at most so long."""
+        with self._lock:
+            works = [promotion.work for promotion in self._promotions.values()]
+        pulls = [work for work in works if isinstance(work, Pull) and work.owner == owner]
+        running = [pull.future for pull in pulls if not self._neighbours.cancel(pull)]
+        wait(running, max(0.0, timeout_s))
+
+    def _pin_run(self, keys: Sequence[PageKey], here: bool) -> list[PinnedPage]:
         """The leading run of keys that some tier holds, those in host pinned."""
         run: list[PinnedPage] = []
-        for key, tier in zip(keys, self.where(keys), strict=True):
+        for key, tier in zip(keys, self._where(keys, here), strict=True):
             if tier is None:
                 break
             lease = self._pin(key) if tier is TierName.HOST else None
@@ -240,37 +270,77 @@ class Promoter:
             ]
             wanted_less = len(left) < len(promotion.waiters)
             promotion.waiters = left
-            if wanted_less and not left and self._lower is not None:
-                # Cancelling a queued job reports back here at once, which the lock allows.
-                self._lower.mover.cancel(promotion.job)
+            if not wanted_less or left:
+                continue
+            # What is cancelled while queued reports back here at once, which the lock allows.
+            if isinstance(promotion.work, Pull):
+                self._neighbours.cancel(promotion.work)
+            elif self._lower is not None:
+                self._lower.mover.cancel(promotion.work)
 
-    def _start_promotions(self, fetch: TieredFetch, run: list[PinnedPage]) -> int:
-        """Read what is not in host yet; returns the length of the run that has a chance."""
-        absent = {page.key for page in run if page.lease is None}
-        assert self._lower is not None, "a page below host without a lower tier"
-        first = next(page.key for page in run if page.lease is None)
-        # The pages of one run have one owner.
-        (owner,) = self._lower.tier.owner_of([first])
-        self._demoter.make_room_locked(len(absent - self._promotions.keys()), owner)
+    def _waits_for_nvme(self, fetch: TieredFetch) -> bool:
+        return any(
+            isinstance(promotion.work, Job)
+            and any(other is fetch for other, _ in promotion.waiters)
+            for promotion in self._promotions.values()
+        )
+
+    def _start_promotions(self, fetch: TieredFetch, run: list[PinnedPage], owner: int) -> int:
+        """Bring what is not in host yet; returns the length of the run that has a chance."""
+        absent = [page for page in run if page.lease is None]
+        missing = {page.key for page in absent} - self._promotions.keys()
+        self._demoter.make_room_locked(len(missing), self._owner_of(absent[0], owner))
+        pulls: list[Pull] = []
+        reach = len(run)
         for index, page in enumerate(run):
-            if page.lease is None and not self._join(fetch, index, page.key):
-                return index
-        return len(run)
+            if page.lease is None and not self._join(fetch, index, page, owner, pulls):
+                reach = index
+                break
+        return self._submit(fetch, pulls, reach)
 
-    def _join(self, fetch: TieredFetch, index: int, key: PageKey) -> bool:
-        """Wait for the promotion of `key`, started now if there is none; False: impossible."""
-        promotion = self._promotions.get(key)
+    def _owner_of(self, page: PinnedPage, owner: int) -> int | None:
+        """Whose page it is; the pages of one run have one owner."""
+        if page.tier is TierName.REMOTE or self._lower is None:
+            return owner
+        return self._lower.tier.owner_of([page.key])[0]
+
+    def _join(
+        self, fetch: TieredFetch, index: int, page: PinnedPage, owner: int, pulls: list[Pull]
+    ) -> bool:
+        """Wait for the promotion of a page, started now if there is none; False: impossible.
+
+        A new pull is appended to `pulls`, to be submitted.
+        """
+        promotion = self._promotions.get(page.key)
         if promotion is not None:
-            promotion.job.deadline = max(promotion.job.deadline, fetch.deadline)
+            work = promotion.work
+            work.deadline = max(work.deadline, fetch.deadline)
             promotion.waiters.append((fetch, index))
-            if promotion.job.background and self._lower is not None:
-                self._lower.mover.hasten(promotion.job)
+            if isinstance(work, Job) and work.background and self._lower is not None:
+                self._lower.mover.hasten(work)
             return True
-        job = self._promote(key, fetch.deadline, self._promoted)
-        if job is None:
+        started: Job | Pull | None
+        if page.tier is TierName.REMOTE:
+            started = self._neighbours.pull_locked(page.key, owner, fetch.deadline, self._pulled)
+            pulls += [started] if started is not None else []
+        else:
+            started = self._promote(page.key, fetch.deadline, self._promoted)
+        if started is None:
             return False
-        self._promotions[key] = Promotion(job, [(fetch, index)])
+        self._promotions[page.key] = Promotion(started, [(fetch, index)])
         return True
+
+    def _submit(self, fetch: TieredFetch, pulls: list[Pull], reach: int) -> int:
+        """Hand the pulls of `fetch` to the remote tier; returns the length of the run that has a
+        chance, `reach` or less when some were refused."""
+        refused = self._neighbours.submit_locked(pulls)
+        for pull in refused:
+            # Nobody else can wait for it: the lock has been held since it was made.
+            promotion = self._promotions.pop(pull.key)
+            reach = min(reach, *(index for _, index in promotion.waiters))
+        if refused:
+            self._leave(fetch, reach)
+        return reach
 
     def preload(self, key: PageKey, on_end: Callable[[bool], None]) -> PreloadStart:
         """Start bringing one nvme page into a free host slot, behind every request's reads.
@@ -328,22 +398,56 @@ class Promoter:
 
     def _promoted(self, job: Job) -> None:
         """Runs when a promotion ended: pin the page for each fetch that waits, or cut them."""
-        told: list[TieredFetch] = []
         with self._lock:
-            promotion = self._promotions.pop(job.key)
             self._room.settle(job.owner, 1)
             if job.outcome is ReadOutcome.OK:
                 self._breaker.succeeded()
                 self._on_verified(job.key)
             elif job.outcome is ReadOutcome.FAILED:
                 self._breaker.failed()
-            for fetch, index in promotion.waiters:
-                lease = self._pin(job.key) if job.state is JobState.DONE else None
-                if lease is None:
-                    self.unpin(fetch.cut(index))
-                    self._leave(fetch, index)
-                elif not fetch.arrived(index, lease):
-                    self._unpin(job.key, lease)
-                told.append(fetch)
+            elif job.outcome is ReadOutcome.CORRUPT and self._lower is not None:
+                self._lower.room.removed([job.key], EvictionReason.CORRUPT)
+            told = self._deliver(job.key, job.state is JobState.DONE)
         for fetch in told:
             fetch.announce()
+
+    def _pulled(self, pull: Pull) -> None:
+        """Like _promoted, for a pull from the remote tier, which has ended."""
+        landed = pull.state is PullState.LANDED
+        with self._lock:
+            self._neighbours.ended_locked(pull)
+            told = self._deliver(pull.key, landed)
+            if landed:
+                self._neighbours.gained_locked([pull.key])
+                # Pinned before: what the write policy lets go to make room is not this page.
+                self._demoter.landed_locked([pull.key])
+        for fetch in told:
+            fetch.announce()
+
+    def _deliver(self, key: PageKey, arrived: bool) -> list[TieredFetch]:
+        """End a promotion: pin its page for each fetch that waits, or cut them. Returns those,
+        to be told with no lock held."""
+        promotion = self._promotions.pop(key)
+        for fetch, index in promotion.waiters:
+            lease = self._pin(key) if arrived else None
+            if lease is None:
+                self.unpin(fetch.cut(index))
+                self._leave(fetch, index)
+            elif not fetch.arrived(index, lease):
+                self._unpin(key, lease)
+        return [fetch for fetch, _ in promotion.waiters]
+
+
+def _fill(
+    found: list[TierName | None],
+    keys: Sequence[PageKey],
+    holds: Callable[[Sequence[PageKey]], list[bool]],
+    tier: TierName,
+) -> None:
+    """Name `tier` for the keys that nothing faster has and that `holds` knows."""
+    absent = [index for index, name in enumerate(found) if name is None]
+    if absent:
+        there = holds([keys[index] for index in absent])
+        for index, held in zip(absent, there, strict=True):
+            if held:
+                found[index] = tier

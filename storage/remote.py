@@ -27,14 +27,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from tierkv.storage.bandwidth import TransferMeter
-from tierkv.storage.base import Fetch, MappedTier, Reservation, StoreReservation
+from tierkv.storage.base import Fetch, MappedTier, RemoteStats, Reservation, StoreReservation
 from tierkv.storage.quota import Quota
 from tierkv.storage.types import PageKey
+
+__all__ = ["FINAL", "POOL_OWNER", "LocalStore", "Pull", "PullState", "Remote", "RemoteStats"]
 
 POOL_OWNER = 2**32 - 1
 """Owner of the pages that a node keeps for others. Never a namespace's number."""
@@ -81,35 +82,6 @@ class Pull:
         self.future: Future[Pull] = Future()
         # The library logs what a callback raises and goes on with the next one.
         self.future.add_done_callback(lambda _: on_end(self))
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteStats:
-    """A remote tier as one store sees it. Counters run from bind(), in pages."""
-
-    queued: int
-    running: int
-    landed: int
-    missed: int
-    corrupt: int
-    failed: int
-    cancelled: int
-    refused: int
-    """Pulls not taken over: the queue was full."""
-    pushes_queued: int
-    pushed: int
-    """Copies that another node acknowledged."""
-    push_duplicates: int
-    """Of pages that were there already."""
-    push_dropped: int
-    """Not queued: the queue was full. Stores are dropped, the engine never waits."""
-    push_failed: int
-    """Refused for want of room, lost with a connection, or gone from here before their turn."""
-    worker_restarts: int
-    known_pages: int
-    """Pages elsewhere that `holds` knows of."""
-    degraded: str | None
-    """None when it serves; else one line that says why not."""
 
 
 class LocalStore(Protocol):

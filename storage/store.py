@@ -1,9 +1,9 @@
-"""TieredStore: host and nvme put together behind the PageStore contract.
+"""TieredStore: host, nvme and a remote tier put together behind the PageStore contract.
 
 Owns the tiers, the mover and one lock over their bookkeeping, and does the opening, the closing
 and the counting. Which page goes down is storage.demotion's business, which comes up
-storage.promotion's. Knows pages as opaque bytes under opaque keys. Called by engines and by the
-daemon.
+storage.promotion's, what a remote tier is told storage.neighbours'. Knows pages as opaque bytes
+under opaque keys. Called by engines, by the daemon and by remote tiers (as their LocalStore).
 
 Lock order: the store's lock, then a fetch's or the mover's or a tier's own. Nothing waits for I/O
 with the store's lock held; callbacks of users run with no lock held.
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 from tierkv.storage.arena import ArenaGeometry
@@ -28,7 +26,6 @@ from tierkv.storage.base import (
     MoverStats,
     OwnerUsage,
     PageStore,
-    Reservation,
     StoreStats,
     Tier,
 )
@@ -37,20 +34,24 @@ from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.demotion import Demoter, DemotionRules, Heat, Lower
 from tierkv.storage.errors import ConfigError, TierClosedError, TierError
 from tierkv.storage.eviction_log import Eviction, EvictionLog, EvictionReason
+from tierkv.storage.flushing import Flusher
 from tierkv.storage.hotness_keeper import HotnessKeeper
-from tierkv.storage.mover import Mover, MoverLimits, Refusal
+from tierkv.storage.mover import Mover, MoverLimits
+from tierkv.storage.neighbours import Neighbours
 from tierkv.storage.owners import Owners
 from tierkv.storage.policy import make_admission
 from tierkv.storage.preload import HostOrder, Preload, hottest_first
 from tierkv.storage.promotion import Promoter
+from tierkv.storage.publishing import Publisher
 from tierkv.storage.quota import Quota, QuotaBook, TierSize
+from tierkv.storage.remote import Remote
 from tierkv.storage.reservation import TieredReservation
 from tierkv.storage.room import Room
 from tierkv.storage.scrub import Scrubber, ScrubReport
 from tierkv.storage.store_config import StoreConfig, StoreRules
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
-from tierkv.storage.types import CommitOutcome, PageKey, TierName
+from tierkv.storage.types import PageKey, TierName
 from tierkv.storage.write_budget import WriteBudget
 
 __all__ = ["StoreConfig", "StoreRules", "TieredStore"]
@@ -93,8 +94,6 @@ class TieredStore(PageStore):
         self._bandwidth = Bandwidth(clock)
         self._breaker = Breaker(clock, rules.breaker_failures, rules.breaker_open_s)
         self._pins: Counter[PageKey] = Counter()
-        self._open_slots = 0
-        self._rejected = 0
         self._closed = False
         self._tiers_closed = False
         self._evictions = EvictionLog(clock)
@@ -104,6 +103,7 @@ class TieredStore(PageStore):
             {name: TierSize(size.slot_bytes, size.capacity_pages) for name, size in sizes.items()}
         )
         self._room = Room(host, self._book, self._evictions)
+        self._neighbours = Neighbours(host, self._room, self._evictions, self._lock)
         pages = sum(size.capacity_pages for size in sizes.values())
         self._hotness = HotnessKeeper(pages, clock, state, rules.save_hotness_s)
         self._budget: WriteBudget | None = None
@@ -121,6 +121,9 @@ class TieredStore(PageStore):
         self._on_durable = on_durable
         self._demoter = self._make_demoter()
         self._promoter = self._make_promoter()
+        self._publisher = Publisher(
+            host, self._room, self._book, self._demoter, self._neighbours, self._lock
+        )
         self._owners = Owners(
             host,
             self._lower,
@@ -130,6 +133,7 @@ class TieredStore(PageStore):
             self._hotness.last_use,
             self._lock,
             clock,
+            self._promoter.end_pulls,
         )
 
     @classmethod
@@ -172,24 +176,42 @@ class TieredStore(PageStore):
         state = None if own else config.state_folder
         return cls(host, nvme, config.rules, clock, on_durable, fault, state)
 
-    def lookup(self, keys: Sequence[PageKey]) -> list[TierName | None]:
+    def attach_remote(self, remote: Remote) -> None:
+        """Make `remote` the lowest tier: once, before or after the store is used.
+
+        Raises what Remote.bind raises; the store is then as it was. The remote becomes the
+        store's: close() closes it. Waits as long as bind() does, without holding anybody up.
+        """
         self._assert_open()
-        return self._promoter.where(keys)
+        self._neighbours.attach(remote, self, self._bandwidth, self._rules.remote_lookup_s)
+
+    def lookup(self, keys: Sequence[PageKey]) -> list[TierName | None]:
+        """See PageStore. Waits at most StoreRules.remote_lookup_s, and only if lookup_waits."""
+        self._assert_open()
+        return self._promoter.lookup(keys)
+
+    @property
+    def lookup_waits(self) -> bool:
+        """Whether lookup() may wait for a remote tier that has to be asked who holds a page."""
+        return self._neighbours.lookup_waits
 
     def reserve(self, count: int, owner: int = 0) -> TieredReservation:
         self._assert_open()
-        with self._lock:
-            self._demoter.make_room_locked(count, owner)
-            held = self._host.reserve(count)
-            self._open_slots += len(held)
-            self._rejected += count - len(held)
-        return TieredReservation(self, self._host, held)
+        return self._publisher.reserve(count, owner)
 
     def fetch(
-        self, keys: Sequence[PageKey], deadline_s: float, *, verify: bool | None = None
+        self,
+        keys: Sequence[PageKey],
+        deadline_s: float,
+        *,
+        verify: bool | None = None,
+        owner: int = 0,
+        here: bool = False,
     ) -> Fetch:
+        """See PageStore. `owner`: whose the pages from the remote tier are to be, here. `here`:
+        only what host and nvme have."""
         self._assert_open()
-        return self._promoter.start(keys, deadline_s, verify)
+        return self._promoter.start(keys, deadline_s, verify, owner, here)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         self._assert_open()
@@ -208,23 +230,10 @@ class TieredStore(PageStore):
         O(host pages).
         """
         self._assert_open()
-        lower = self._lower
-        if lower is None:
+        if self._lower is None:
             return self._nvme_fault is None
-        deadline = self._clock.monotonic() + deadline_s
-        # Leased pages too: a copy that is under way now may fail yet.
-        keys = self._host.keys_of()
-        there = lower.holds(keys)
-        # What is written now must not displace the copies that host pages have there already.
-        lower.tier.touch([key for key, found in zip(keys, there, strict=True) if found])
-        for key, found in zip(keys, there, strict=True):
-            if not found and not self._queue_for_flush(lower, key, deadline):
-                return False
-        left = deadline - self._clock.monotonic()
-        if not lower.mover.wait_ended(lower.mover.demotions(), left):
-            return False
-        safe = zip(lower.holds(keys), self._host.lookup(keys), strict=True)
-        return all(found or not in_host for found, in_host in safe)
+        flusher = Flusher(self._host, self._lower, self._demoter, self._lock, self._clock)
+        return flusher.flush(deadline_s)
 
     def arena_geometry(self) -> ArenaGeometry:
         """Where the slots that reservations and leases name lie in the arena.
@@ -240,9 +249,41 @@ class TieredStore(PageStore):
         """
         return self._arena_host("arena descriptor").arena_fd()
 
-    def wait_quiet(self, timeout_s: float) -> bool:
-        """Wait until no copy between tiers is queued or running; False past the timeout."""
-        return self._lower is None or self._lower.mover.wait_quiet(timeout_s)
+    # --- for a remote tier: storage.remote.LocalStore -------------------------------------
+
+    @property
+    def host(self) -> MappedTier:
+        """Where pulls land."""
+        return self._host
+
+    def lookup_here(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Whether each page is in host or nvme. No side effects, no network."""
+        self._assert_open()
+        found = self._host.lookup(keys)
+        if self._lower is None or all(found):
+            return found
+        below = self._lower.holds(keys)
+        return [upper or lower for upper, lower in zip(found, below, strict=True)]
+
+    def keys_here(self) -> list[PageKey]:
+        """Every page in host or nvme, once. O(capacity)."""
+        self._assert_open()
+        keys = self._host.keys_of()
+        if self._lower is not None:
+            keys += self._lower.tier.keys_of()
+        return list(dict.fromkeys(keys))
+
+    def arena_memory(self) -> memoryview:
+        """All of the host arena; borrowed until close(). ConfigError when host is no arena."""
+        return self._arena_host("arena memory").arena_memory()
+
+    def payload_offset(self, slot: int) -> int:
+        """Where the payload of a host slot begins in arena_memory(), in bytes."""
+        geometry = self.arena_geometry()
+        assert 0 <= slot < geometry.slot_count, (slot, geometry.slot_count)
+        return geometry.first_slot + slot * geometry.slot_bytes + geometry.payload_offset
+
+    # --- removing -------------------------------------------------------------------------
 
     def drop(self, keys: Sequence[PageKey], tier: TierName) -> int:
         """Remove the copies of `keys` in one tier; returns how many. Leased ones go last.
@@ -378,7 +419,23 @@ class TieredStore(PageStore):
 
     # --- as a whole -----------------------------------------------------------------------
 
+    def wait_quiet(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way between tiers; False past the timeout."""
+        deadline = self._clock.monotonic() + timeout_s
+        mover = None if self._lower is None else self._lower.mover
+        while True:
+            # Each may give the other something to do: what lands is copied down, what is copied
+            # to elsewhere may have to come up first.
+            quiet = self._neighbours.wait_quiet(deadline - self._clock.monotonic())
+            if mover is not None and quiet:
+                quiet = mover.wait_quiet(deadline - self._clock.monotonic())
+            if not quiet:
+                return False
+            if mover is None or (self._neighbours.wait_quiet(0.0) and mover.quiet):
+                return True
+
     def stats(self) -> StoreStats:
+        remote = self._neighbours.stats()
         with self._lock:
             tiers = [self._host.stats()]
             if self._lower is not None:
@@ -390,7 +447,7 @@ class TieredStore(PageStore):
                 admission_rejected=self._demoter.admission_rejected,
                 restored_pages=dict(counts.restored),
                 missed_pages=counts.missed,
-                rejected_pages=self._rejected,
+                rejected_pages=self._publisher.rejected,
                 demote_skipped=self._demoter.skipped,
                 late_fetches=counts.late,
                 quota_refused=self._quota_refused(),
@@ -400,7 +457,11 @@ class TieredStore(PageStore):
                 budget_left_bytes=self._budget.left_bytes if self._budget else None,
                 breaker_trips=self._breaker.trips,
                 breaker_open=not self._breaker.closed,
-                degraded=self._degraded([tier.degraded for tier in tiers]),
+                remote=remote,
+                degraded=self._degraded(
+                    [tier.degraded for tier in tiers],
+                    None if remote is None else remote.degraded,
+                ),
             )
 
     def check(self) -> None:
@@ -408,6 +469,7 @@ class TieredStore(PageStore):
         if self._lower is not None:
             self._lower.tier.check()
             self._lower.mover.check()
+        self._neighbours.check()
         self._book.check()
         self._evictions.check()
         self._owners.ttl.check()
@@ -418,7 +480,7 @@ class TieredStore(PageStore):
         with self._lock:
             self._demoter.check_locked()
             self._promoter.check_locked()
-            if self._lower is None or self._lower.mover.quiet:
+            if self._neighbours.quiet and (self._lower is None or self._lower.mover.quiet):
                 self._check_quiet()
 
     def close(self) -> None:
@@ -427,12 +489,14 @@ class TieredStore(PageStore):
         deadline = self._clock.monotonic() + self._rules.close_s
         if self._preload is not None:
             self._preload.cancel()
-        stopped = self._promoter.close(self._rules.close_s)
+        # First, while its pulls can still end as they should and what it lent is there.
+        stopped = self._neighbours.close(self._rules.close_s)
+        stopped &= self._promoter.close(max(0.0, deadline - self._clock.monotonic()))
         if self._lower is not None:
             stopped &= self._lower.mover.close(max(0.0, deadline - self._clock.monotonic()))
         if not stopped:
-            # A worker stuck in I/O may still write into its host slot: the memory must stay.
-            log.error("close store: a worker is stuck in I/O, its tiers stay open")
+            # What is stuck in I/O may still reach into its host slot: the memory must stay.
+            log.error("close store: a worker or the remote is stuck in I/O, the tiers stay open")
             return
         if not self._tiers_closed:
             self._tiers_closed = True
@@ -442,51 +506,6 @@ class TieredStore(PageStore):
             self._host.close()
             if self._lower is not None:
                 self._lower.tier.close()
-
-    def publish(
-        self, held: Reservation, keys: Sequence[PageKey], owner: int
-    ) -> list[CommitOutcome]:
-        """Commit sealed host slots, as far as the owner's ceilings allow, and apply the write
-        policy. By TieredReservation only.
-        """
-        if self._book.limits(TierName.HOST, owner):
-            with self._lock:
-                outcomes = self._publish_limited(held, keys, owner)
-        else:
-            outcomes = self._host.commit(held, keys, owner)
-        pairs = list(zip(keys, outcomes, strict=True))
-        new = [key for key, was in pairs if was is CommitOutcome.COMMITTED]
-        again = [key for key, was in pairs if was is CommitOutcome.EXISTS]
-        with self._lock:
-            self._rejected += outcomes.count(CommitOutcome.FAILED)
-            self._host.touch(again)
-            self._demoter.committed_locked(new, owner)
-        return outcomes
-
-    def _publish_limited(
-        self, held: Reservation, keys: Sequence[PageKey], owner: int
-    ) -> list[CommitOutcome]:
-        """Commit the leading keys that fit below the owner's ceilings; refuse the others.
-
-        The tail is refused because a page is worth nothing without those before it.
-        """
-        absent = [not there for there in self._host.lookup(keys)]
-        admitted = self._room.admit(owner, sum(absent))
-        try:
-            fits = bisect_right(list(accumulate(absent)), admitted)
-            outcomes = self._host.commit(held, keys[:fits], owner)
-        finally:
-            self._room.settle(owner, admitted)
-        # A page may have left between the look and the commit: then one came in too many.
-        self._room.shrink(owner)
-        for there in self._host.lookup(keys[fits:]):
-            outcomes.append(CommitOutcome.EXISTS if there else CommitOutcome.FAILED)
-        return outcomes
-
-    def closed_slots(self, count: int) -> None:
-        """Account for reserved slots that were committed or given back."""
-        with self._lock:
-            self._open_slots -= count
 
     def _assert_open(self) -> None:
         if self._closed:
@@ -552,6 +571,7 @@ class TieredStore(PageStore):
             self._pins,
             self._lock,
             self._clock,
+            self._neighbours,
             self._durable,
         )
 
@@ -569,26 +589,26 @@ class TieredStore(PageStore):
             self._bandwidth.meter(TierName.HOST, Way.READ),
             self._lock,
             self._clock,
+            self._neighbours,
             lambda key: self._scrubber.verified(key) if self._scrubber is not None else None,
         )
-
-    def _queue_for_flush(self, lower: Lower, key: PageKey, deadline: float) -> bool:
-        """Queue one page, waiting for room in the queue; False when it cannot be before then."""
-        while lower.mover.wait_demote_room(deadline - self._clock.monotonic()):
-            with self._lock:
-                queued = self._demoter.queue_locked(key, deadline)
-            # Another thread may have taken the room; a page that left host needs no copy.
-            if queued is not Refusal.QUEUE_FULL:
-                return queued is not Refusal.CLOSING
-        return False
 
     def _mover_stats(self) -> MoverStats:
         if self._lower is not None:
             return self._lower.mover.stats()
-        return MoverStats(0, 0, 0, 0, 0, 0, 0, read_bytes_per_s=self._bandwidth.rates(Way.READ))
+        speeds = self._bandwidth
+        return MoverStats(
+            *(0, 0, 0, 0, 0, 0, 0),
+            read_bytes_per_s=speeds.rates(Way.READ),
+            write_bytes_per_s=speeds.rates(Way.WRITE),
+            read_latency_s=speeds.latencies(Way.READ),
+            write_latency_s=speeds.latencies(Way.WRITE),
+        )
 
-    def _degraded(self, reasons: Sequence[str | None]) -> str | None:
-        known = [reason for reason in (self._nvme_fault, *reasons) if reason is not None]
+    def _degraded(self, tiers: Sequence[str | None], remote: str | None) -> str | None:
+        known = [reason for reason in (self._nvme_fault, *tiers) if reason is not None]
+        if remote is not None:
+            known.append(f"remote: {remote}")
         if not self._breaker.closed:
             known.append("nvme: not asked for a while, it kept failing or being late")
         return "; ".join(known) or None
@@ -603,7 +623,8 @@ class TieredStore(PageStore):
         held = sum(self._pins.values())
         assert host.leased_pages <= held, (host.leased_pages, held)
         assert len(self._pins) <= host.leased_pages + host.quarantined_pages, host
-        assert host.reserved_pages == self._open_slots, (host.reserved_pages, self._open_slots)
+        open_slots = self._publisher.open_slots
+        assert host.reserved_pages == open_slots, (host.reserved_pages, open_slots)
         if self._lower is not None:
             nvme = self._lower.tier.stats()
             if self._scrubber is not None and self._scrubber.busy:

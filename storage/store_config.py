@@ -40,6 +40,8 @@ class StoreRules:
     demote_deadline_s: float = 30.0
     breaker_failures: int = 3
     breaker_open_s: float = 5.0
+    remote_lookup_s: float = 0.01
+    """What lookup() waits at most for a remote tier that has to be asked who holds a page."""
     close_s: float = 5.0
     """Bound of close(): what is stuck in I/O past it is left behind, with its tiers open."""
 
@@ -52,7 +54,13 @@ class StoreRules:
                 f"store rules: nvme_write_bytes_per_day is {self.nvme_write_bytes_per_day}, "
                 "expected at least 1; leave it out for no limit"
             )
-        for name in ("demote_deadline_s", "breaker_open_s", "close_s", "save_hotness_s"):
+        for name in (
+            "demote_deadline_s",
+            "breaker_open_s",
+            "remote_lookup_s",
+            "close_s",
+            "save_hotness_s",
+        ):
             if (value := getattr(self, name)) <= 0:
                 raise ConfigError(f"store rules: {name} is {value}, expected above 0; raise it")
         for name in ("host_clean_fraction", "preload_fraction"):

@@ -104,6 +104,13 @@ class HostTier(TableTier, MappedTier):
             self._ensure_open()
             return self._arena.fd()
 
+    def arena_memory(self) -> memoryview:
+        """All of the arena, header block included: borrowed until close()."""
+        with self._lock:
+            self._ensure_open()
+            # A view of its own: one that is still held does not keep close() from its work.
+            return self._arena.memory[:]
+
     def huge_bytes(self) -> int:
         """Bytes of the arena that huge pages hold now. Slow: for a status page."""
         with self._lock:
