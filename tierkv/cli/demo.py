@@ -34,6 +34,10 @@ def demo(
     nvme: Annotated[
         str, typer.Option("--nvme", metavar="SIZE", help="Disk space for pages.")
     ] = "2GiB",
+    remote: Annotated[
+        bool,
+        typer.Option("--remote", help="Also over three daemons in network namespaces; needs root."),
+    ] = False,
     as_json: shared.JsonOption = False,
 ) -> int:
     """Restore one prefix from every tier and compare with computing it."""
@@ -51,6 +55,7 @@ def demo(
         pool_bytes=pool_bytes,
         host_bytes=host_bytes,
         nvme_bytes=nvme_bytes,
+        remote=remote,
     )
     with spinner("demo") as tell:
         result = run_demo(options, tell)

@@ -98,10 +98,13 @@ class PageClass:
         """Whether taking a lease may have to read payloads, which takes a worker."""
         return self._lease_reads
 
-    def fetch(self, keys: Sequence[PageKey], wait_s: float) -> Fetch:
-        """Start bringing pages into host memory, to be verified as configured when taken."""
+    def fetch(self, keys: Sequence[PageKey], wait_s: float, owner: int = 0) -> Fetch:
+        """Start bringing pages into host memory, to be verified as configured when taken.
+
+        `owner`: whose pages those from other nodes become.
+        """
         verify = False if self._verify_lease is VerifyLease.NEVER else None
-        return self.store.fetch(keys, wait_s, verify=verify)
+        return self.store.fetch(keys, wait_s, verify=verify, owner=owner)
 
     def checks_for(self, count: int, checksums: Sequence[bytes] | None) -> list[bool]:
         """Which of `count` pages of a commit the daemon itself must read. On the loop."""

@@ -32,6 +32,7 @@ from tierkv.protocol.packing import pack_slots, split_keys
 from tierkv.protocol.requests import Request
 from tierkv.storage.base import Fetch, PageLease, StoreReservation
 from tierkv.storage.checksum import copy_bytes
+from tierkv.storage.store import TieredStore
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
 Fields: TypeAlias = dict[str, Any]
@@ -53,8 +54,20 @@ def lookup(service: Service, session: Session, request: Request) -> Result:
     """Which tier has each key."""
     body = request.body
     assert isinstance(body, requests.Lookup)
-    tiers = _class_of(session).store.lookup(split_keys(body.keys))
-    return {"tiers": bytes([TIER_CODES[tier] for tier in tiers])}
+    store = _class_of(session).store
+    keys = split_keys(body.keys)
+    if store.lookup_waits:
+        return _lookup_later(service, store, keys)
+    return _tiers(store.lookup(keys))
+
+
+async def _lookup_later(service: Service, store: TieredStore, keys: list[PageKey]) -> Fields:
+    """The remote tier may have to be asked: that takes a network, so it takes a thread."""
+    return _tiers(await service.waiters.submit(partial(store.lookup, keys)))
+
+
+def _tiers(found: Sequence[TierName | None]) -> Fields:
+    return {"tiers": bytes([TIER_CODES[tier] for tier in found])}
 
 
 def touch(service: Service, session: Session, request: Request) -> Result:
@@ -75,7 +88,7 @@ def lease(service: Service, session: Session, request: Request) -> Result:
     session.await_lease(len(keys))
     taken: PageLease | None = None
     try:
-        fetch = pages.fetch(keys, body.wait_ms * _MS)
+        fetch = pages.fetch(keys, body.wait_ms * _MS, session.owner)
         if fetch.done and not pages.lease_touches_pages:
             taken = fetch.take(0.0)
     except BaseException:
@@ -275,10 +288,31 @@ def prefetch(service: Service, session: Session, request: Request) -> Result:
         raise ProtocolError(
             WireCode.LIMIT, f"prefetch: {len(session.prefetches)} are under way; wait for some"
         )
-    keys = split_keys(body.keys)
-    there = pages.store.lookup(keys)
+    keys, wait_s = split_keys(body.keys), body.wait_ms * _MS
+    if pages.store.lookup_waits:
+        return _prefetch_later(service, session, pages, keys, wait_s)
+    return _prefetched(service, session, pages, keys, wait_s, pages.store.lookup(keys))
+
+
+async def _prefetch_later(
+    service: Service, session: Session, pages: PageClass, keys: list[PageKey], wait_s: float
+) -> Fields:
+    there = await service.waiters.submit(partial(pages.store.lookup, keys))
+    if session.closed:
+        return {}
+    return _prefetched(service, session, pages, keys, wait_s, there)
+
+
+def _prefetched(
+    service: Service,
+    session: Session,
+    pages: PageClass,
+    keys: list[PageKey],
+    wait_s: float,
+    there: Sequence[TierName | None],
+) -> Fields:
     accepted = next((index for index, tier in enumerate(there) if tier is None), len(keys))
-    fetch = pages.fetch(keys[:accepted], body.wait_ms * _MS)
+    fetch = pages.fetch(keys[:accepted], wait_s, session.owner)
     session.prefetches.add(fetch)
 
     def done() -> None:

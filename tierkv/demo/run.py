@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tierkv.demo.remote import Nodes
 from tierkv.engine.serve.chat import ChatTemplate
 from tierkv.engine.serve.gguf import resolve_model
 from tierkv.engine.serve.tokenizer import Tokenizer
@@ -49,6 +50,8 @@ class DemoOptions:
     pool_bytes: int = 1 << 30
     host_bytes: int = 1 << 30
     nvme_bytes: int = 2 << 30
+    remote: bool = False
+    """Go on over three daemons in network namespaces. Needs root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,13 @@ def run_demo(options: DemoOptions, progress: Callable[[str], None] | None = None
     tell("preparing the model")
     model = resolve_model(options.model or bundled_gguf(), default_model_cache())
     with _places(options.directory) as (arena, nvme):
-        return _Demo(options, model, arena, nvme, tell).run()
+        demo = _Demo(options, model, arena, nvme, tell)
+        if not options.remote:
+            return demo.run()
+        # First, so that whoever may not make hosts hears it before anything was computed.
+        tell("starting three daemons")
+        with Nodes(options.host_bytes) as nodes:
+            return demo.run(nodes)
 
 
 class _Demo:
@@ -106,7 +115,8 @@ class _Demo:
         self._system = self._long_system_prompt()
         self._prompt = self._tokens(0, len(USERS[0][1]))
 
-    def run(self) -> DemoResult:
+    def run(self, nodes: Nodes | None = None) -> DemoResult:
+        """All cases; those over the network when there are nodes."""
         tell = self._tell
         tell("starting a worker")
         with _Worker(self._start_options()) as worker:
@@ -136,7 +146,32 @@ class _Demo:
         self._arena.unlink()
         with _Worker(self._start_options()) as worker:
             self._add(result, cold, self._ask(worker), "reboot", "NVMe, host RAM gone")
+        if nodes is not None:
+            self._over_the_network(result, cold, nodes)
         return result
+
+    def _over_the_network(self, result: DemoResult, cold: dict[str, Any], nodes: Nodes) -> None:
+        """See tierkv.demo.remote."""
+        self._tell("recomputing the prompt on host A")
+        with _Worker(self._start_options(nodes.socket(0))) as worker:
+            self._ask(worker)
+            worker.ask({"do": "flush"})
+            nodes.await_copies(0)
+            worker.kill()
+        nodes.await_known(1, nodes.pages(0))
+        self._tell("restoring on host B, over the network")
+        with _Worker(self._start_options(nodes.socket(1))) as worker:
+            answer = self._ask(worker)
+            self._add(result, cold, answer, "remote", "host A's daemon, over the network")
+            worker.kill()
+        self._tell("restoring again after host A's daemon was killed")
+        nodes.empty(1)
+        nodes.kill(0)
+        with _Worker(self._start_options(nodes.socket(1))) as worker:
+            answer = self._ask(worker)
+            source = "copy on host C; A's daemon was killed"
+            self._add(result, cold, answer, "remote_replica", source)
+            worker.kill()
 
     def _traffic(self, worker: _Worker) -> None:
         """All users ask their questions in turn; none sees the last turn of the first user."""
@@ -191,8 +226,10 @@ class _Demo:
         text = self._template.render(conversation(self._system, user, turns))
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def _start_options(self) -> dict[str, Any]:
+    def _start_options(self, socket: Path | None = None) -> dict[str, Any]:
+        """What a worker is told; with a socket, pages lie in that daemon."""
         return {
+            "socket": None if socket is None else str(socket),
             "model": str(self._model),
             "arena": str(self._arena),
             "nvme": str(self._nvme),

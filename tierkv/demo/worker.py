@@ -1,21 +1,25 @@
 """One engine worker of the demo: a process of its own, so that it can be killed with -9.
 
 Speaks one JSON object a line on stdin and stdout. Everything that outlives it lies in the arena
-file and the nvme directory that it is given.
+file and the nvme directory that it is given, or in the daemon whose socket it is given.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tierkv.client.client import Client
 from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.restore import RestoreMode
 from tierkv.engine.serve.sampler import SamplingParams
+from tierkv.storage.base import PageStore
 from tierkv.storage.errors import TierKVError
+from tierkv.storage.identity import Fingerprint
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreConfig, StoreRules, TieredStore
 from tierkv.storage.types import TierName
@@ -35,7 +39,26 @@ def main() -> int:
 
 def serve(options: dict[str, Any]) -> int:
     """Open the engine that `options` describe and answer."""
-    store = StoreConfig(
+    in_process = options.get("socket") is None
+    config = EngineConfig(
+        model=Path(options["model"]),
+        pool_bytes=options["pool_bytes"],
+        store=_own_store(options) if in_process else None,
+        open_store=None if in_process else partial(_daemons_store, Path(options["socket"])),
+        # The table says what a restore takes: computing part of it beside would blur the figure.
+        restore=RestoreMode.LOAD,
+    )
+    with Engine.open(config) as engine:
+        below = engine.store
+        assert below is not None
+        reply({"ready": True, "device": engine.stats().device})
+        for line in sys.stdin:
+            reply(answer(engine, below, json.loads(line)))
+    return 0
+
+
+def _own_store(options: dict[str, Any]) -> StoreConfig:
+    return StoreConfig(
         page_bytes=1,  # the engine knows its model's
         host_bytes=options["host_bytes"],
         host_arena_path=Path(options["arena"]),
@@ -43,23 +66,13 @@ def serve(options: dict[str, Any]) -> int:
         nvme_bytes=options["nvme_bytes"],
         rules=StoreRules(write_policy=WritePolicy.WRITE_THROUGH),
     )
-    config = EngineConfig(
-        model=Path(options["model"]),
-        pool_bytes=options["pool_bytes"],
-        store=store,
-        # The table says what a restore takes: computing part of it beside would blur the figure.
-        restore=RestoreMode.LOAD,
-    )
-    with Engine.open(config) as engine:
-        below = engine.store
-        assert isinstance(below, TieredStore)
-        reply({"ready": True, "device": engine.stats().device})
-        for line in sys.stdin:
-            reply(answer(engine, below, json.loads(line)))
-    return 0
 
 
-def answer(engine: Engine, store: TieredStore, command: dict[str, Any]) -> dict[str, Any]:
+def _daemons_store(socket: Path, page_bytes: int, fingerprint: Fingerprint) -> PageStore:
+    return Client(socket, page_bytes, fingerprint, name="tierkv demo")
+
+
+def answer(engine: Engine, store: PageStore, command: dict[str, Any]) -> dict[str, Any]:
     """Do one command."""
     if command["do"] == "generate":
         params = SamplingParams(max_tokens=command["max_tokens"], ignore_eos=True)
@@ -72,6 +85,7 @@ def answer(engine: Engine, store: TieredStore, command: dict[str, Any]) -> dict[
                 "gpu": output.cached.gpu,
                 "host": output.cached.host,
                 "nvme": output.cached.nvme,
+                "remote": output.cached.remote,
             },
             "error": output.error,
         }
@@ -81,6 +95,7 @@ def answer(engine: Engine, store: TieredStore, command: dict[str, Any]) -> dict[
         pages = engine.drop_gpu_cache()
         if command["tier"] == TierName.HOST:
             engine.flush(FLUSH_S)
+            assert isinstance(store, TieredStore), "a daemon's pages are dropped by the daemon"
             pages = store.trim(TierName.HOST, 0)
         return {"pages": pages}
     raise AssertionError(f"unknown command {command}")
