@@ -21,7 +21,8 @@ from tierkv.storage.types import KEY_BYTES, PageKey
 PAGES_MAX = 1024
 """Pages of one LEASE or STORE, and leases of one RELEASE."""
 WAIT_MS_MAX = 600_000
-OFFSET_MAX = (1 << 63) - 1
+OFFSET_MAX = (1 << 62) - 1
+"""So that offset plus length is a number of 63 bits, whatever a peer says."""
 
 _COUNT = struct.Struct("<I")
 _LEASE = struct.Struct("<QIII")

@@ -169,7 +169,7 @@ def test_every_outcome_is_in_the_document() -> None:
 numbers = st.integers(0, U64)
 epochs = st.integers(1, U64)
 page_sizes = st.integers(1, (1 << 32) - 1)
-offsets = st.integers(0, (1 << 63) - 1)
+offsets = st.integers(0, (1 << 62) - 1)
 keys = st.binary(min_size=32, max_size=32).map(PageKey)
 checksums = st.binary(min_size=16, max_size=16)
 names = (
@@ -412,7 +412,7 @@ ABOVE: dict[str, tuple[Verb, bytes]] = {
     "release": (Verb.RELEASE, u32(PAGES_MAX + 1) + u64(1) * (PAGES_MAX + 1)),
     "store": (Verb.STORE, u64(1) * 2 + u32(PAGES_MAX + 1) + u32(1) + bytes(56) * (PAGES_MAX + 1)),
     "generation": (Verb.STORE, u64(1) + u64(0) + u32(1) + u32(1) + bytes(56)),
-    "offset": (Verb.STORE, u64(1) * 2 + u32(1) * 2 + FIRST + u64(1 << 63) + CHECKSUM),
+    "offset": (Verb.STORE, u64(1) * 2 + u32(1) * 2 + FIRST + u64(1 << 62) + CHECKSUM),
     "no request": (Verb.UNREAD, b""),
 }
 
