@@ -6,13 +6,13 @@ storage/base.py in the simplest way there is: a dict in order of recency under o
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from tierkv.storage.base import Lease, MappedTier, Reservation, Tier, TierStats
+from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.types import Buffer, CommitOutcome, PageKey, ReadOutcome, SlotId, TierName
 
 GATE_TIMEOUT_S = 30.0
@@ -359,4 +359,4 @@ class MemoryHostTier(MemoryTier, MappedTier):
 
 
 def _digest(payload: Buffer) -> bytes:
-    return hashlib.blake2b(payload, digest_size=16).digest()
+    return payload_checksum(payload)
