@@ -8,6 +8,7 @@ tierkv/config/schema.py and sources.py.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import pwd
 import re
@@ -257,14 +258,19 @@ def _parts(text: str) -> tuple[str, ...]:
 
 def _address(text: str, default_port: int) -> Address:
     host = text.strip()
-    if not host or not host.isprintable() or any(each in host for each in " /@"):
-        raise ValueError(f"expected an address such as node2:{default_port}, got {text!r}")
     try:
-        return Address.parse(host, default_port)
-    except ConfigError:
+        if not host.isprintable() or any(each in host for each in " /@"):
+            raise ValueError
+        found = Address.parse(host, default_port)
+        if ":" in found.host:
+            ipaddress.IPv6Address(found.host)
+        if host.startswith("[") and f"[{found.host}]" not in host:
+            raise ValueError
+    except (ValueError, ConfigError):
         raise ValueError(
             f"expected an address such as node2:{default_port}, got {text!r}"
         ) from None
+    return found
 
 
 def _uids(text: str) -> tuple[int, ...]:
