@@ -24,7 +24,7 @@ from tierkv.storage.tiers.nvme_layout import write_json
 EPOCH_MAX = 2**63 - 1
 _FORMAT = "tierkv-pool-epoch"
 _VERSION = 1
-_FILE_BYTES_MAX = 4096
+_FILE_BYTES_MAX = 512
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,8 @@ def _read(path: Path) -> int | None:
         ) from error
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
+        # Brackets all the way down recurse: a damaged file must not end the daemon.
         found = None
     if isinstance(found, dict) and found.get("format") == _FORMAT:
         if (version := found.get("version")) != _VERSION:

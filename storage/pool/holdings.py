@@ -81,9 +81,9 @@ def fingerprint(key: PageKey) -> int:
 
 def fingerprints(keys: Sequence[PageKey]) -> Fingerprints:
     """fingerprint() of each key, in their order; an array of its own. O(n)."""
-    joined = np.frombuffer(b"".join(keys), dtype="<u8")
-    assert joined.size * 8 == len(keys) * KEY_BYTES, "a key has 32 bytes"
-    return joined[:: KEY_BYTES // 8].astype(np.uint64)
+    joined = b"".join(keys)
+    assert len(joined) == len(keys) * KEY_BYTES, "a key has 32 bytes"
+    return np.frombuffer(joined, dtype="<u8")[:: KEY_BYTES // 8].astype(np.uint64)
 
 
 class Holdings:
