@@ -154,7 +154,7 @@ def test_addresses(text: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "a b", "a:b", "a:70000", "a/b", "[::1", ":80", "[a]:1", "a\tb"]
+    "text", ["", " ", "a b", "a:b", "a:70000", "a/b", "[::1", ":80", "a\tb"]
 )
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="expected an address"):

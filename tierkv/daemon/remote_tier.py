@@ -63,13 +63,23 @@ class Source(Protocol):
         ...
 
 
+SourceOpener = Callable[[DaemonConfig, Path, Clock, OpenClass], Source]
+
+
 class RemoteTier:
     """See the module docstring."""
 
     def __init__(
-        self, config: DaemonConfig, epoch_path: Path, clock: Clock, open_class: OpenClass
+        self,
+        config: DaemonConfig,
+        epoch_path: Path,
+        clock: Clock,
+        open_class: OpenClass,
+        opener: SourceOpener | None = None,
     ) -> None:
+        """`opener`: open_source, or a test's."""
         self._config = config
+        self._opener = opener or open_source
         self._epoch_path = epoch_path
         self._clock = clock
         self._open_class = open_class
@@ -92,7 +102,9 @@ class RemoteTier:
         if self.kind is None:
             return
         try:
-            self._source = self._open()
+            self._source = self._opener(
+                self._config, self._epoch_path, self._clock, self._open_class
+            )
         except TierKVError as error:
             self._fault = str(error)
             log.error("remote tier is off: %s", error)
@@ -140,24 +152,31 @@ class RemoteTier:
             log.error("close remote tier: something still moves after %.1f s", timeout_s)
         return done
 
-    def _open(self) -> Source:
-        assert self._config.pool is not None
-        pool = pool_settings(self._config.pool, self._config.pool_key_file)
 
-        from tierkv.storage.pool.pool import open_pool
+def open_source(
+    config: DaemonConfig, epoch_path: Path, clock: Clock, open_class: OpenClass
+) -> Source:
+    """The remote tier that `config` asks for, serving. Raises ConfigError and its kinds.
 
-        opened = open_pool(pool, self._epoch_path, self._clock, self._open_class)
-        try:
-            opened.start()
-        except BaseException:
-            opened.close(self._config.stop_s)
-            raise
-        if pool.open_pool:
-            log.warning(
-                "pool=open listen=%s: anybody who reaches this port may read and store pages",
-                pool.listen,
-            )
-        return opened
+    What is not installed is asked for here only: the daemon runs without it.
+    """
+    assert config.pool is not None
+    pool = pool_settings(config.pool, config.pool_key_file)
+
+    from tierkv.storage.pool.pool import open_pool
+
+    opened = open_pool(pool, epoch_path, clock, open_class)
+    try:
+        opened.start()
+    except BaseException:
+        opened.close(config.stop_s)
+        raise
+    if pool.open_pool:
+        log.warning(
+            "pool=open listen=%s: anybody who reaches this port may read and store pages",
+            pool.listen,
+        )
+    return opened
 
 
 def pool_settings(pool: PoolConfig, key_file: Path | None) -> PoolConfig:

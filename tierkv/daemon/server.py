@@ -26,7 +26,7 @@ from tierkv.daemon.http import HttpServer
 from tierkv.daemon.layout import InstanceLock, Layout, sweep
 from tierkv.daemon.namespaces import NamespaceRegistry
 from tierkv.daemon.page_class import StoreOpener
-from tierkv.daemon.remote_tier import RemoteTier
+from tierkv.daemon.remote_tier import RemoteTier, SourceOpener
 from tierkv.daemon.service import Service
 from tierkv.daemon.settings import DaemonConfig
 from tierkv.daemon.upkeep import Upkeep
@@ -46,12 +46,20 @@ log = logging.getLogger(__name__)
 class Daemon:
     """See the module docstring. On one event loop."""
 
-    def __init__(self, config: DaemonConfig, open_store: StoreOpener = TieredStore.open) -> None:
-        """Raises ConfigError and its kinds for what cannot work; nothing is opened yet."""
+    def __init__(
+        self,
+        config: DaemonConfig,
+        open_store: StoreOpener = TieredStore.open,
+        open_remote: SourceOpener | None = None,
+    ) -> None:
+        """`open_store`, `open_remote`: the real ones, or a test's.
+
+        Raises ConfigError and its kinds for what cannot work; nothing is opened yet."""
         config.validate()
         self.config = config
         self.layout = Layout.of(config)
         self._open_store = open_store
+        self._open_remote = open_remote
         self._lock: InstanceLock | None = None
         self._server: asyncio.AbstractServer | None = None
         self._service: Service | None = None
@@ -135,7 +143,11 @@ class Daemon:
     async def _start_remote(self, service: Service) -> None:
         """Before any store is opened: each gets its end of the remote tier."""
         remote = RemoteTier(
-            self.config, self.layout.epoch_path, service.clock, service.open_for_member
+            self.config,
+            self.layout.epoch_path,
+            service.clock,
+            service.open_for_member,
+            self._open_remote,
         )
         service.remote = remote
         await service.waiters.submit(remote.start)
