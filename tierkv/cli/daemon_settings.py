@@ -136,6 +136,14 @@ def daemon_config(settings: Settings) -> DaemonConfig:
     return config
 
 
+def check_pool(config: DaemonConfig) -> None:
+    """Raise ConfigError when the pool could not be opened with its settings and key."""
+    from tierkv.daemon.remote_tier import pool_settings
+
+    if config.pool is not None:
+        pool_settings(config.pool, config.pool_key_file)
+
+
 def _limits(settings: Settings) -> Any:
     from tierkv.protocol.messages import Limits
 

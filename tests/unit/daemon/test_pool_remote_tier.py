@@ -125,8 +125,13 @@ async def test_stop_leaves_the_pool_before_the_stores_close(folder: Path) -> Non
     async with daemon_of(settings(folder), source) as daemon:
         await daemon.service.classes.open(PAGE_BYTES)
         store = daemon.service.classes.get(PAGE_BYTES).store  # type: ignore[union-attr]
-        closed = store.close
-        store.close = lambda: (source.calls.append("store"), closed())[1]  # type: ignore[method-assign]
+        close = store.close
+
+        def noted() -> None:
+            source.calls.append("store")
+            close()
+
+        store.close = noted  # type: ignore[method-assign]
     assert [call for call in source.calls if call != "check"] == ["close", "store"]
     assert "drain" not in source.calls, "a stop is no drain"
 
