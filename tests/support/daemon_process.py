@@ -33,6 +33,7 @@ from tierkv.daemon.settings import DaemonConfig, QuotaRule, VerifyCommit, Verify
 from tierkv.daemon.status import status_fields
 from tierkv.protocol.messages import Limits
 from tierkv.storage.errors import ConfigError
+from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.policy import AdmissionName, WritePolicy
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.store import TieredStore
@@ -78,6 +79,7 @@ _KINDS: dict[str, Any] = {
     "limits": lambda values: Limits(**values),
     "pool": pool_from,
     "pool_key_file": Path,
+    "mooncake": lambda values: MooncakeConfig(**values),
     "quotas": lambda rows: tuple(QuotaRule(**row) for row in rows),
 }
 

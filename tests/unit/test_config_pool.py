@@ -12,6 +12,7 @@ from tierkv.cli.daemon_settings import daemon_config
 from tierkv.config import kinds
 from tierkv.config.remote_sections import MooncakeSection, PoolSection
 from tierkv.config.schema import section_keys
+from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.pool.config import Address, PoolConfig
 
 # Every key set to something else than its default.
@@ -77,6 +78,47 @@ def test_defaults_are_those_of_the_pool(tmp_path: Path) -> None:
     config = daemon_config(loaded("pool: {listen: node1}", tmp_path).settings())
     assert config.pool == PoolConfig(listen=Address("node1", 7422))
     assert daemon_config(loaded("pool:\n", tmp_path).settings()).pool is None
+
+
+MOONCAKE = """
+mooncake:
+  master: "[fd00::1]:5"
+  metadata: http://meta:8080/metadata
+  address: 10.0.0.1
+  protocol: rdma
+  device: mlx5_0
+  segment: 1GiB
+  register_arena: no
+  replicas: 2
+  copy_after: 3
+  lookup_wait: 5ms
+  connect: 3s
+  call: 4s
+  known: 1m
+  absent: 1s
+  batch_pages: 8
+  pull_pages: 100
+  push_pages: 200
+  breaker_failures: 4
+  breaker_open: 7s
+"""
+
+
+def test_fields_of_mooncake(tmp_path: Path) -> None:
+    config = daemon_config(loaded(MOONCAKE, tmp_path).settings())
+    mooncake = config.mooncake
+    assert mooncake is not None and config.pool is None and config.mooncake_lookup_s == 0.005
+    assert mooncake.master_address == ("fd00::1", 5)
+    least = MooncakeConfig("m:1")
+    inside = {
+        *("local_buffer_bytes", "pull_workers", "avoid_s", "corrupt_s"),
+        *("known_pages", "corrupt_pages"),
+    }
+    for field in dataclasses.fields(MooncakeConfig):
+        moved = getattr(mooncake, field.name) != getattr(least, field.name)
+        assert moved == (field.name not in inside), field.name
+    plain = daemon_config(loaded("mooncake: {master: node1}", tmp_path).settings())
+    assert plain.mooncake == MooncakeConfig("node1:50051")
 
 
 def test_lists_and_addresses_from_environment_and_flags(tmp_path: Path) -> None:
@@ -153,9 +195,7 @@ def test_addresses(text: str, shown: str) -> None:
     assert kind.parse(shown) == kind.parse(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", " ", "a b", "a:b", "a:70000", "a/b", "[::1", ":80", "a\tb"]
-)
+@pytest.mark.parametrize("text", ["", " ", "a b", "a:b", "a:70000", "a/b", "[::1", ":80", "a\tb"])
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="expected an address"):
         kinds.address(7422).parse(text)

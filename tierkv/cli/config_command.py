@@ -12,7 +12,7 @@ from tierkv.cli.console import new_table, write_json, write_line, write_note, wr
 from tierkv.cli.daemon_settings import (
     ConfigOption,
     SetOption,
-    check_pool,
+    check_remote,
     daemon_config,
     load_configuration,
     with_key_flags,
@@ -72,7 +72,7 @@ def check(
     """
     loaded = load(file, {})
     if not loaded.mistakes:
-        check_pool(daemon_config(loaded.settings()))
+        check_remote(daemon_config(loaded.settings()))
     if as_json:
         write_json({"file": str(file), "mistakes": [str(mistake) for mistake in loaded.mistakes]})
     elif not loaded.mistakes:

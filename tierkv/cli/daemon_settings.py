@@ -23,6 +23,7 @@ from tierkv.storage.errors import ConfigError
 if TYPE_CHECKING:
     from tierkv.config.schema import QuotaSection, Settings
     from tierkv.daemon.settings import DaemonConfig, QuotaRule
+    from tierkv.storage.mooncake.config import MooncakeConfig
     from tierkv.storage.pool.config import PoolConfig
 
 ConfigOption = Annotated[
@@ -129,6 +130,8 @@ def daemon_config(settings: Settings) -> DaemonConfig:
         http_token=http.token,
         pool=_pool(settings),
         pool_key_file=settings.pool.key_file,
+        mooncake=_mooncake(settings),
+        mooncake_lookup_s=settings.mooncake.lookup_wait,
         log_level=settings.log.level,
         quotas=tuple(_rule(rule) for rule in settings.quotas),
     )
@@ -136,12 +139,14 @@ def daemon_config(settings: Settings) -> DaemonConfig:
     return config
 
 
-def check_pool(config: DaemonConfig) -> None:
-    """Raise ConfigError when the pool could not be opened with its settings and key."""
+def check_remote(config: DaemonConfig) -> None:
+    """Raise ConfigError when the remote tier could not be opened with its settings and key."""
     from tierkv.daemon.remote_tier import pool_settings
 
     if config.pool is not None:
         pool_settings(config.pool, config.pool_key_file)
+    if config.mooncake is not None:
+        config.mooncake.validate()
 
 
 def _limits(settings: Settings) -> Any:
@@ -199,6 +204,34 @@ def _pool(settings: Settings) -> PoolConfig | None:
         rebalance_bytes_per_s=pool.rebalance,
         breaker_failures=pool.breaker_failures,
         breaker_open_s=pool.breaker_open,
+    )
+
+
+def _mooncake(settings: Settings) -> MooncakeConfig | None:
+    from tierkv.storage.mooncake.config import MooncakeConfig
+
+    mooncake = settings.mooncake
+    if mooncake.master is None:
+        return None
+    return MooncakeConfig(
+        master=str(mooncake.master),
+        address=mooncake.address,
+        metadata=mooncake.metadata,
+        protocol=mooncake.protocol,
+        device=mooncake.device or "",
+        segment_bytes=mooncake.segment,
+        register_arena=mooncake.register_arena,
+        replicas=mooncake.replicas,
+        copy_after=mooncake.copy_after,
+        connect_s=mooncake.connect,
+        call_s=mooncake.call,
+        known_s=mooncake.known,
+        absent_s=mooncake.absent,
+        batch_pages=mooncake.batch_pages,
+        pull_pages=mooncake.pull_pages,
+        push_pages=mooncake.push_pages,
+        breaker_failures=mooncake.breaker_failures,
+        breaker_open_s=mooncake.breaker_open,
     )
 
 

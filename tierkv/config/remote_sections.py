@@ -1,8 +1,9 @@
 """Keys of what lies beyond the node: the pool of TierKV nodes, or a Mooncake Store.
 
 Owns the keys of the sections `pool` and `mooncake`; most are a field of storage.pool.config's
-PoolConfig, which says what they may be together. Times and sizes have their units here, as in
-every section. docs/guides/pool.md shows a file. Called by tierkv/config/schema.py.
+PoolConfig or of storage.mooncake.config's MooncakeConfig, which say what fits together. Times and
+sizes have their units here, as in every section. docs/guides/pool.md shows a file. Called by
+tierkv/config/schema.py.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tierkv.config.kinds import (
     optional,
     whole_number,
 )
+from tierkv.storage.mooncake.config import PEER_TO_PEER, PROTOCOLS
 from tierkv.storage.pool.config import PORT, TRANSPORTS, Address
 
 ETCD_PORT = 2379
 MASTER_PORT = 50051
-MOONCAKE_PROTOCOLS = ("tcp", "rdma")
 
 _COUNT = whole_number(1, 1 << 20)
 
@@ -106,14 +107,29 @@ class MooncakeSection:
         Key(optional(address(MASTER_PORT)), "none", "The store's master. None: no Mooncake."),
     ]
     metadata: Annotated[
-        str, Key(TEXT, "P2PHANDSHAKE", "Metadata server's URL, or P2PHANDSHAKE for none.")
+        str, Key(TEXT, PEER_TO_PEER, "Metadata server's URL, or P2PHANDSHAKE for none.")
     ]
     address: Annotated[
         str, Key(TEXT, "127.0.0.1", "This node's address for the store's other clients.")
     ]
-    protocol: Annotated[str, Key(choice(MOONCAKE_PROTOCOLS), "tcp", "How pages travel.")]
+    protocol: Annotated[str, Key(choice(PROTOCOLS), "tcp", "How pages travel.")]
     device: Annotated[str | None, Key(optional(TEXT), "none", "RDMA device, with rdma.")]
     segment: Annotated[int, Key(SIZE, "0", "Memory that this node gives to the store.")]
-    lookup_wait: Annotated[
-        float, Key(DURATION, "20ms", "Longest wait of a look-up for the store's answer.")
+    register_arena: Annotated[
+        bool | None,
+        Key(optional(FLAG), "none", "Let the library register host memory. None: with rdma."),
     ]
+    replicas: Annotated[int, Key(_COUNT, "1", "Copies that the store keeps of a page.")]
+    copy_after: Annotated[int, Key(_COUNT, "1", "Uses of a page before it is copied there.")]
+    lookup_wait: Annotated[
+        float, Key(DURATION, "10ms", "Longest wait of a look-up for the store's answer.")
+    ]
+    connect: Annotated[float, Key(DURATION, "2s", "Longest wait for the master at the start.")]
+    call: Annotated[float, Key(DURATION, "5s", "A call that takes longer has failed.")]
+    known: Annotated[float, Key(DURATION, "30s", "How long a page is believed to be there.")]
+    absent: Annotated[float, Key(DURATION, "500ms", "How long it is believed not to be.")]
+    batch_pages: Annotated[int, Key(_COUNT, "16", "Pages of one call.")]
+    pull_pages: Annotated[int, Key(_COUNT, "4096", "Pages on their way here, at most.")]
+    push_pages: Annotated[int, Key(_COUNT, "8192", "Copies queued, at most.")]
+    breaker_failures: Annotated[int, Key(_COUNT, "3", "Failures until the store is put aside.")]
+    breaker_open: Annotated[float, Key(DURATION, "5s", "For how long it is put aside.")]

@@ -147,6 +147,7 @@ def store_config(
             verify=verify,
             nvme_write_bytes_per_day=config.write_budget_bytes_per_day,
             preload_fraction=config.preload_fraction,
+            remote_lookup_s=config.mooncake_lookup_s,
             close_s=max(0.1, min(5.0, config.stop_s / 4)),
         ),
     )

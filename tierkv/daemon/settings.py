@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tierkv.protocol.messages import Limits
 from tierkv.storage.errors import CapacityError, ConfigError
+from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.policy import AdmissionName, WritePolicy
 from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.tiers.nvme import MIN_FREE_BYTES
@@ -150,6 +151,10 @@ class DaemonConfig:
     cannot be opened costs the pool and not the local tiers. None: no pool."""
     pool_key_file: Path | None = None
     """Where the pool's key is; read at every start. None: what `pool` has."""
+    mooncake: MooncakeConfig | None = None
+    """A Mooncake Store as the remote tier, in place of a pool; checked as that is."""
+    mooncake_lookup_s: float = 0.01
+    """What a look-up waits for that store at most."""
     stop_s: float = 20.0
     """Bound of a graceful stop."""
     log_level: str = "info"
@@ -205,6 +210,12 @@ class DaemonConfig:
         if not 0 <= self.preload_fraction <= 1:
             raise ConfigError(
                 f"daemon: preload_fraction is {self.preload_fraction}, expected 0 to 1"
+            )
+        if self.pool is not None and self.mooncake is not None:
+            raise ConfigError("daemon: pool and mooncake are both set; a node has one remote tier")
+        if self.mooncake_lookup_s <= 0:
+            raise ConfigError(
+                f"daemon: mooncake_lookup_s is {self.mooncake_lookup_s}, expected above 0"
             )
         if self.stop_s <= 0:
             raise ConfigError(f"daemon: stop_s is {self.stop_s}, expected above 0")
