@@ -1,0 +1,184 @@
+"""The ucx data plane: pages by tag messages with rendezvous, through ucxx (or ucx-py).
+
+Owns a node's end: what library, network device and settings there are, the server that answers,
+the peers that were connected. Parts: ucx_server.py answers, ucx_peer.py and ucx_lane.py ask,
+ucx_wire.py is what they say, ucx_address.py says whom to, ucx_library.py is the binding.
+Invariants: UCX listens on the one network device that has the node's address, never on all; who
+does not know the offer, which travels over the authenticated control channel only, is not
+answered; no address of a peer reaches UCX unchecked on tcp. Called by planes.py.
+
+Against strangers on the network: UCX itself parses whatever reaches its port, as in every use of
+UCX. Page bytes are not encrypted; messages that ask and answer carry a proof.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import threading
+
+from tierkv.storage.clock import Clock
+from tierkv.storage.errors import ConfigError, TierClosedError, TierIOError
+from tierkv.storage.transport.base import TransportLimits
+from tierkv.storage.transport.plane import OFFER_BYTES_MAX, DataPlane
+from tierkv.storage.transport.ucx_address import (
+    Addresses,
+    TcpAddresses,
+    WholeAddresses,
+    device_of,
+)
+from tierkv.storage.transport.ucx_lane import Lane
+from tierkv.storage.transport.ucx_library import UcxLibrary, load_library
+from tierkv.storage.transport.ucx_peer import UcxPeer
+from tierkv.storage.transport.ucx_server import UcxServer, UcxServerStats
+from tierkv.storage.transport.ucx_wire import (
+    SECRET_BYTES,
+    SLOT_BITS,
+    Offer,
+    pack_offer,
+    request_bytes_max,
+    unpack_offer,
+)
+
+TCP = "tcp"
+SAMPLES = 3
+SEGMENT = "1m"
+"""Bytes that UCX's tcp sends at once. Its own 8 KiB reach half of what a plain socket does."""
+
+
+class UcxPlane(DataPlane):
+    """One node's end over UCX."""
+
+    name = "ucx"
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        limits: TransportLimits,
+        clock: Clock,
+        transports: str = TCP,
+        devices: str | None = None,
+        library: UcxLibrary | None = None,
+    ) -> None:
+        """`host`: the address that this node listens on. `transports`, `devices`: as in UCX_TLS
+        and UCX_NET_DEVICES; by default tcp on the device of `host`. With other transports
+        members are trusted with addresses that UCX parses. ConfigError."""
+        device, packed = device_of(host)
+        if limits.read_pages >= 1 << SLOT_BITS:
+            raise ConfigError(
+                f"start the ucx plane: expected fewer than {1 << SLOT_BITS} pages a read, "
+                f"got {limits.read_pages}"
+            )
+        self._limits = limits
+        self._clock = clock
+        self._library = load_library() if library is None else library
+        self._options = {
+            "TLS": transports,
+            "NET_DEVICES": devices or device,
+            "TCP_AF_PRIO": "inet" if len(packed) == 4 else "inet6",
+            "TCP_TX_SEG_SIZE": SEGMENT,
+            "TCP_RX_SEG_SIZE": SEGMENT,
+        }
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        try:
+            worker = self._library.open_worker(self._options, request_bytes_max(limits.read_pages))
+            self._addresses: Addresses = WholeAddresses()
+            if transports == TCP:
+                self._addresses = self._tcp_addresses(
+                    worker.address(), None if device == "lo" else packed
+                )
+        except TierIOError as error:
+            raise ConfigError(
+                f"start the ucx plane on {host!r}: {error}; check the device and the transports"
+            ) from error
+        self._address = self._addresses.pack(worker.address())
+        self._server = UcxServer(worker, self._addresses, self._secret, limits, clock)
+        self._lock = threading.Lock()
+        self._peers: list[UcxPeer] = []
+        self._closed = False
+        # Threads inside UCX while the interpreter is taken down would crash it.
+        atexit.register(self.close)
+
+    def _tcp_addresses(self, own: bytes, host: bytes | None) -> TcpAddresses:
+        samples = [own]
+        for _ in range(SAMPLES - 1):
+            other = self._library.open_worker(self._options, message_bytes=0)
+            samples.append(other.address())
+            other.close()
+        return TcpAddresses(samples, host)
+
+    def register(self, memory: memoryview, generation: int) -> None:
+        if not memory.c_contiguous or not memory.nbytes:
+            raise TierIOError("register memory with ucx: expected contiguous memory")
+        if len(self._server.sizes()) >= self._limits.memories:
+            raise TierIOError(
+                f"register memory with ucx: {self._limits.memories} are registered, no more are "
+                "taken"
+            )
+        self._server.register(memory.cast("B"), generation)
+
+    def unregister(self, generation: int) -> None:
+        self._server.unregister(generation)
+
+    def offer(self) -> bytes:
+        raw = pack_offer(
+            Offer(self._library.version, self._secret, self._address, self._server.sizes())
+        )
+        if len(raw) > OFFER_BYTES_MAX:
+            raise TierIOError(f"ucx offer: {len(raw)} bytes, {OFFER_BYTES_MAX} may be sent")
+        return raw
+
+    def connect(self, offer: bytes, peer_name: str, timeout_s: float) -> UcxPeer:
+        what = f"connect peer {peer_name} over ucx"
+        try:
+            known = self._read_offer(offer)
+        except TierIOError as error:
+            raise TierIOError(f"{what}: {error}") from error
+        with self._lock:
+            if self._closed:
+                raise TierClosedError(f"{what}: the plane was closed")
+            peer = UcxPeer(
+                peer_name, known, self._open_lane, self._read_offer, self._limits, self._clock
+            )
+            self._peers = [other for other in self._peers if other.running]
+            self._peers.append(peer)
+        try:
+            peer.wait_greeted(timeout_s)
+        except TierIOError:
+            peer.close()
+            raise
+        return peer
+
+    def _read_offer(self, raw: bytes) -> Offer:
+        if len(raw) > OFFER_BYTES_MAX:
+            raise TierIOError(f"ucx offer: expected at most {OFFER_BYTES_MAX} bytes")
+        offer = unpack_offer(raw, self._limits.memories)
+        if offer.version != self._library.version:
+            ours, theirs = (".".join(map(str, v)) for v in (self._library.version, offer.version))
+            raise TierIOError(f"it has UCX {theirs}, this node {ours}; install the same")
+        self._addresses.build(offer.address)
+        return offer
+
+    def _open_lane(self, offer: Offer) -> Lane:
+        return Lane(self._library, self._options, self._addresses, offer)
+
+    def served(self) -> UcxServerStats:
+        """What this node sent to others. O(1)."""
+        return self._server.stats()
+
+    def check(self) -> None:
+        self._server.check()
+        with self._lock:
+            peers = list(self._peers)
+        for peer in peers:
+            peer.check()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            peers, self._peers = self._peers, []
+        for peer in peers:
+            peer.close()
+        self._server.close()
+        atexit.unregister(self.close)

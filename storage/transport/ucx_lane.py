@@ -1,0 +1,170 @@
+"""One connection of a reader to a peer over UCX, with a worker of its own.
+
+Owns the worker, the endpoint, and what was posted there. Knows no deadlines and no retries: the
+peer's thread in ucx_peer.py, the only caller, does. A single receive cannot be taken back in
+ucxx, so a read that must end early ends the whole lane: abort(), then progress until settled.
+Invariants: a destination is written to only inside progress(), and never after settled was True;
+what was posted is kept alive until then; every tag of a lane is used once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tierkv.storage.errors import TierIOError
+from tierkv.storage.transport.base import PageOutcome, PageRange
+from tierkv.storage.transport.ucx_address import Addresses
+from tierkv.storage.transport.ucx_library import TAG_BITS, TAG_CONTROL, UcxLibrary, UcxRequest
+from tierkv.storage.transport.ucx_wire import (
+    LANE_BYTES,
+    SLOT_BITS,
+    Hello,
+    Offer,
+    ReadRequest,
+    pack_hello,
+    pack_read,
+    result_bytes,
+    unpack_result,
+)
+
+
+def tag_of(nonce: int, number: int, slot: int) -> int:
+    """Tag of message `slot` of read `number`; see ucx_wire.py."""
+    return (nonce + (number << SLOT_BITS) + slot) % (1 << TAG_BITS)
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A read that was posted."""
+
+    number: int
+    receives: list[UcxRequest]
+    result: UcxRequest
+    raw_result: bytearray
+
+
+class Lane:
+    """Opened by its constructor; usable once ready."""
+
+    def __init__(
+        self,
+        library: UcxLibrary,
+        options: Mapping[str, str],
+        addresses: Addresses,
+        offer: Offer,
+    ) -> None:
+        """Starts a worker and greets the peer. TierIOError when that cannot even be begun."""
+        self._secret = offer.secret
+        self._lane = secrets.token_bytes(LANE_BYTES)
+        self._nonce = secrets.randbits(TAG_BITS)
+        self._number = 0
+        self._sends: list[tuple[UcxRequest, bytearray]] = []
+        self._posted: list[UcxRequest] = []
+        self._ready = False
+        target = addresses.build(offer.address)
+        self.worker = library.open_worker(options, message_bytes=0)
+        try:
+            own = addresses.pack(self.worker.address())
+            self._endpoint = self.worker.connect(target)
+            self._welcome_raw = bytearray(result_bytes(0))
+            self._welcome = self.worker.receive(
+                self._endpoint, self._welcome_raw, tag_of(self._nonce, 0, 0)
+            )
+            self._posted.append(self._welcome)
+            hello = pack_hello(self._secret, Hello(self._lane, self._nonce, own))
+            self._send(bytearray(hello))
+        except TierIOError:
+            self.worker.close()
+            raise
+
+    def _send(self, message: bytearray) -> None:
+        request = self.worker.send(self._endpoint, message, TAG_CONTROL)
+        self._sends = [entry for entry in self._sends if not entry[0].done]
+        self._sends.append((request, message))
+
+    @property
+    def alive(self) -> bool:
+        """False once UCX knows that the peer is gone."""
+        return self._endpoint.alive
+
+    def poll_ready(self) -> bool:
+        """Whether the peer has answered the greeting. TierIOError when its answer is none."""
+        if not self._ready and self._welcome.done:
+            self._check(self._welcome)
+            unpack_result(self._secret, bytes(self._welcome_raw), self._lane, 0)
+            self._ready = True
+        return self._ready
+
+    def post(
+        self,
+        generation: int,
+        ranges: Sequence[PageRange],
+        views: Sequence[memoryview],
+        timeout_s: float,
+    ) -> Transfer:
+        """Ask for pages; each is received straight into its view. TierIOError: abort the lane."""
+        self._number += 1
+        number = self._number
+        raw = bytearray(result_bytes(len(ranges)))
+        receives: list[UcxRequest] = []
+        transfer = Transfer(number, receives, self._receive(raw, number, 0), raw)
+        # Before the request, so that no page ever waits in memory of UCX's own.
+        for slot, view in enumerate(views, 1):
+            receives.append(self._receive(view, number, slot))
+        self._send(
+            pack_read(self._secret, ReadRequest(self._lane, number, generation, timeout_s, ranges))
+        )
+        return transfer
+
+    def _receive(self, into: bytearray | memoryview, number: int, slot: int) -> UcxRequest:
+        request = self.worker.receive(self._endpoint, into, tag_of(self._nonce, number, slot))
+        self._posted.append(request)
+        return request
+
+    def collect(self, transfer: Transfer) -> list[PageOutcome] | None:
+        """Outcomes of a read all of whose messages are there; None while some are not.
+
+        TierIOError when the peer broke it off, so that some may never come: abort the lane.
+        """
+        if not transfer.result.done:
+            return None
+        self._check(transfer.result)
+        outcomes = unpack_result(
+            self._secret, bytes(transfer.raw_result), self._lane, transfer.number
+        )
+        if len(outcomes) != len(transfer.receives):
+            raise TierIOError(f"ucx result: {len(outcomes)} outcomes for other pages")
+        for at, (outcome, receive) in enumerate(zip(outcomes, transfer.receives, strict=True)):
+            if not receive.done:
+                if outcome is PageOutcome.FAILED:
+                    raise TierIOError("the peer could not send all pages")
+                return None
+            if outcome is PageOutcome.OK and receive.failure() is not None:
+                outcomes[at] = PageOutcome.FAILED
+        finished = {id(request) for request in (*transfer.receives, transfer.result)}
+        self._posted = [request for request in self._posted if id(request) not in finished]
+        return outcomes
+
+    def _check(self, request: UcxRequest) -> None:
+        failure = request.failure()
+        if failure is not None:
+            raise TierIOError(failure)
+
+    def abort(self) -> None:
+        """Break off everything. Then progress() until settled."""
+        self._endpoint.abort()
+
+    @property
+    def settled(self) -> bool:
+        """After abort(): nothing that was posted is written to any more."""
+        return all(request.done for request in self._posted)
+
+    def close(self) -> None:
+        """Free the worker. Once settled."""
+        assert self.settled, "memory of a posted receive may still be written to"
+        self._posted.clear()
+        self._sends.clear()
+        del self._endpoint, self._welcome
+        self.worker.close()

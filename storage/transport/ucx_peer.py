@@ -1,0 +1,389 @@
+"""The asking side of the ucx plane: one peer, and the thread that moves its pages.
+
+Owns the reads of one peer and its lane, the connection they go over. The thread alone touches
+the lane, which it opens for the first read and replaces when it broke. Invariants: every accepted
+job is queued, posted or ended exactly once; a posted job ends only when the lane said that its
+pages are complete, or was aborted and settled; a job that was posted on a lane which others broke
+is asked for again on the next. Called by ucx.py.
+
+    job state   who writes to its views   leaves by
+    QUEUED      nobody                    posted -> POSTED; deadline, close, no lane -> ENDED
+    POSTED      UCX, in our thread        collected -> ENDED; lane aborted and settled: deadline
+                                          passed or second lane broken -> ENDED, else -> QUEUED
+    ENDED       the caller, again         final
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tierkv.storage.clock import Clock
+from tierkv.storage.errors import TierIOError
+from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
+from tierkv.storage.transport.plane import PlanePeer, PlanePeerStats
+from tierkv.storage.transport.ucx_lane import Lane, Transfer
+from tierkv.storage.transport.ucx_library import Waker
+from tierkv.storage.transport.ucx_wire import Offer
+
+POSTED_MAX = 4
+"""Reads under way at once: enough that the peer never waits for the next request."""
+LANES_MAX = 2
+"""Lanes that may break under a read before it is given up."""
+BUSY_WAIT_S = 0.1
+"""UCX may miss a wake-up; while something is under way it is asked so often all the same."""
+IDLE_WAIT_S = 5.0
+STOP_S = 5.0
+
+LaneOpener = Callable[[Offer], Lane]
+OfferReader = Callable[[bytes], Offer]
+
+log = logging.getLogger(__name__)
+
+
+class _Job:
+    """One read."""
+
+    __slots__ = ("attempts", "deadline", "generation", "ranges", "read", "transfer", "views")
+
+    def __init__(
+        self,
+        read: PeerRead,
+        generation: int,
+        ranges: Sequence[PageRange],
+        views: list[memoryview],
+        deadline: float,
+    ) -> None:
+        self.read = read
+        self.generation = generation
+        self.ranges = ranges
+        self.views = views
+        self.deadline = deadline
+        self.transfer: Transfer | None = None
+        self.attempts = 0
+
+
+class UcxPeer(PlanePeer):
+    """A peer over UCX. Made by UcxPlane.connect()."""
+
+    name = "ucx"
+
+    def __init__(
+        self,
+        peer_name: str,
+        offer: Offer,
+        opener: LaneOpener,
+        reader: OfferReader,
+        limits: TransportLimits,
+        clock: Clock,
+    ) -> None:
+        self.peer_name = peer_name
+        self._offer = offer
+        self._opener = opener
+        self._reader = reader
+        self._limits = limits
+        self._clock = clock
+        self._waker = Waker()
+        self._changed = threading.Condition()
+        self._queue: deque[_Job] = deque()
+        self._posted: list[_Job] = []
+        self._lane: Lane | None = None
+        self._lane_ready = False
+        self._lane_due = 0.0
+        """When a greeting that is not answered yet is given up."""
+        self._lane_used = 0.0
+        self._wanted = True
+        """A lane is wanted without a read: for the first greeting."""
+        self._greeted = False
+        self._broken: str | None = None
+        self._open = 0
+        self._closing = False
+        self._outcomes = dict.fromkeys(PageOutcome, 0)
+        self._bytes = self._rejected = self._restarts = 0
+        self._thread = threading.Thread(
+            target=self._run, name=f"tierkv-ucx-{peer_name}", daemon=True
+        )
+        self._thread.start()
+
+    # By callers
+
+    def wait_greeted(self, timeout_s: float) -> None:
+        """Until the peer has answered once. TierIOError when it does not."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._greeted or self._broken, timeout_s)
+            if not self._greeted:
+                reason = self._broken or f"no answer to the greeting in {timeout_s:g} s"
+                raise TierIOError(f"connect peer {self.peer_name} over ucx: {reason}")
+
+    @property
+    def broken(self) -> str | None:
+        return "it was closed" if self._closing else self._broken
+
+    @property
+    def running(self) -> bool:
+        """False once it was closed and has ended."""
+        return self._thread.is_alive()
+
+    def knows(self, generation: int) -> bool:
+        return generation in self._offer.sizes
+
+    def read(
+        self,
+        generation: int,
+        ranges: Sequence[PageRange],
+        into: Sequence[memoryview],
+        timeout_s: float,
+    ) -> PeerRead:
+        read = PeerRead(len(ranges))
+        job = _Job(
+            read,
+            generation,
+            list(ranges),
+            [view.cast("B") for view in into],
+            self._clock.monotonic() + timeout_s,
+        )
+        with self._changed:
+            outcome, refusal = self._answer_locked(generation, ranges)
+            if outcome is None:
+                self._open += 1
+                self._queue.append(job)
+            else:
+                self._outcomes[outcome] += len(ranges)
+        if outcome is None:
+            self._waker.wake()
+        else:
+            text = None if refusal is None else f"read from peer {self.peer_name}: {refusal}"
+            read.settle(0, [outcome] * len(ranges), text)
+        return read
+
+    def _answer_locked(
+        self, generation: int, ranges: Sequence[PageRange]
+    ) -> tuple[PageOutcome | None, str | None]:
+        """The outcome that is known without asking the peer, and why. None: ask it."""
+        if self._closing or self._broken is not None:
+            return PageOutcome.FAILED, self._broken or "it was closed"
+        size = self._offer.sizes.get(generation)
+        if size is None:
+            return PageOutcome.GONE, None
+        if any(offset + length > size for offset, length in ranges):
+            return PageOutcome.FAILED, f"a range lies outside its memory of {size} bytes"
+        if self._open >= self._limits.queued_reads:
+            self._rejected += 1
+            return PageOutcome.FAILED, f"{self._open} reads are under way, no more are taken"
+        return None, None
+
+    def refresh(self, offer: bytes) -> None:
+        fresh = self._reader(offer)
+        with self._changed:
+            known = self._offer
+            if (fresh.secret, fresh.address) != (known.secret, known.address):
+                raise TierIOError(
+                    f"refresh peer {self.peer_name} over ucx: the offer is of another process; "
+                    "connect again"
+                )
+            self._offer = fresh
+
+    def stats(self) -> PlanePeerStats:
+        with self._changed:
+            return PlanePeerStats(
+                open_reads=self._open,
+                pages_ok=self._outcomes[PageOutcome.OK],
+                pages_gone=self._outcomes[PageOutcome.GONE],
+                pages_failed=self._outcomes[PageOutcome.FAILED],
+                bytes_read=self._bytes,
+                rejected_reads=self._rejected,
+                worker_restarts=self._restarts,
+            )
+
+    def check(self) -> None:
+        with self._changed:
+            queued, posted = len(self._queue), len(self._posted)
+            # A job that just ended is in neither for a moment.
+            assert queued + posted <= self._open <= self._limits.queued_reads
+            assert posted <= POSTED_MAX
+            assert all(job.transfer is None for job in self._queue)
+            assert all(job.transfer is not None for job in self._posted)
+            assert self._open == 0 or self._thread.is_alive(), "reads that nobody will end"
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+        self._waker.wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(STOP_S + self._limits.io_s)
+            if self._thread.is_alive():
+                log.error("peer=%s thread=%s did not end", self.peer_name, self._thread.name)
+
+    # By the thread
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                self._turn()
+            except TierIOError as error:
+                self._break_lane(str(error))
+            except Exception as error:  # noqa: BLE001
+                # A bug in one read must not end the thread that all later ones need (lesson H2).
+                log.error("peer=%s %s", self.peer_name, traceback.format_exc())
+                with self._changed:
+                    self._restarts += 1
+                self._break_lane(f"{type(error).__name__}: {error}")
+        self._drop_lane()
+        with self._changed:
+            left = [*self._posted, *self._queue]
+        for job in left:
+            self._end(job, None, "it was closed")
+        self._waker.close()
+
+    def _turn(self) -> None:
+        """One round: begin what can begin, move bytes, end what is complete."""
+        now = self._clock.monotonic()
+        self._expire(now)
+        lane = self._lane
+        if lane is None and (self._queue or self._wanted):
+            lane = self._open_lane(now)
+        if lane is not None and lane.poll_ready():
+            self._lane_ready = True
+            self._post(lane, now)
+        if lane is None:
+            self._waker.wait(None, IDLE_WAIT_S)
+        elif not lane.worker.progress():
+            lane.worker.take_messages()
+            if self._waker.wait(lane.worker, self._pause(now, lane)):
+                lane.worker.progress()
+        if lane is None:
+            return
+        for job in list(self._posted):
+            assert job.transfer is not None
+            outcomes = lane.collect(job.transfer)
+            if outcomes is not None:
+                self._end(job, outcomes, None)
+        if not lane.alive:
+            raise TierIOError("connection lost")
+        self._retire()
+
+    def _open_lane(self, now: float) -> Lane:
+        self._wanted = False
+        self._lane_due = now + self._limits.handshake_s
+        self._lane_used = now
+        with self._changed:
+            offer = self._offer
+        self._lane = self._opener(offer)
+        return self._lane
+
+    def _post(self, lane: Lane, now: float) -> None:
+        if not self._greeted:
+            with self._changed:
+                self._greeted = True
+                self._changed.notify_all()
+        while len(self._posted) < POSTED_MAX:
+            with self._changed:
+                if not self._queue:
+                    return
+                job = self._queue[0]
+            job.attempts += 1
+            left_s = max(0.001, job.deadline - now)
+            transfer = lane.post(job.generation, job.ranges, job.views, left_s)
+            self._lane_used = now
+            with self._changed:
+                self._queue.popleft()
+                job.transfer = transfer
+                self._posted.append(job)
+
+    def _pause(self, now: float, lane: Lane) -> float:
+        """How long the thread may sleep."""
+        with self._changed:
+            due = [job.deadline for job in (*self._posted, *self._queue)]
+        if not lane.poll_ready():
+            due.append(self._lane_due)
+        return min(BUSY_WAIT_S, min(due) - now) if due else IDLE_WAIT_S
+
+    def _expire(self, now: float) -> None:
+        """End what is past its deadline. A posted read costs the lane."""
+        with self._changed:
+            queued = [job for job in self._queue if job.deadline <= now]
+            posted = list(self._posted)
+        for job in queued:
+            self._end(job, None, "deadline passed before it was asked for")
+        if any(job.deadline <= now for job in posted):
+            self._drop_lane()
+            for job in posted:
+                if job.deadline <= now:
+                    self._end(job, None, "deadline passed")
+                else:
+                    # The lane did not break under it: that attempt does not count.
+                    job.attempts -= 1
+                    self._requeue(job)
+        lane = self._lane
+        if lane is not None and not lane.poll_ready() and self._lane_due <= now:
+            raise TierIOError(f"no answer to the greeting in {self._limits.handshake_s:g} s")
+
+    def _retire(self) -> None:
+        """Drop a lane that nobody used for long, before the peer does."""
+        idle_s = self._clock.monotonic() - self._lane_used
+        if not self._posted and self._lane_ready and idle_s > self._limits.idle_s / 2:
+            self._drop_lane()
+
+    def _break_lane(self, reason: str) -> None:
+        """The lane, or the attempt to open one, has failed. Reads that may succeed on another
+        lane are asked for again; when not even a lane could be had, all fail."""
+        was_ready, self._wanted = self._lane_ready, False
+        self._drop_lane()
+        log.info("peer=%s lane=broken reason=%s", self.peer_name, reason)
+        with self._changed:
+            if not was_ready:
+                # A peer that does not even greet is gone, or has become another process.
+                self._broken = reason
+                self._changed.notify_all()
+            jobs = [*self._posted, *self._queue]
+        for job in jobs:
+            if not was_ready or job.attempts >= LANES_MAX:
+                self._end(job, None, reason)
+            elif job.transfer is not None:
+                self._requeue(job)
+
+    def _requeue(self, job: _Job) -> None:
+        with self._changed:
+            self._posted.remove(job)
+            job.transfer = None
+            self._queue.append(job)
+
+    def _drop_lane(self) -> None:
+        """Abort the lane; returns when nothing is written to posted memory any more."""
+        lane, self._lane, self._lane_ready = self._lane, None, False
+        if lane is None:
+            return
+        lane.abort()
+        late = self._clock.monotonic() + self._limits.io_s
+        while not lane.settled:
+            lane.worker.progress()
+            if not lane.settled:
+                self._waker.wait(lane.worker, BUSY_WAIT_S)
+            if late < self._clock.monotonic():
+                # Never seen. The reads stay open: their memory is not the caller's yet.
+                log.error("peer=%s lane=aborted but not settled", self.peer_name)
+                late += self._limits.io_s
+        lane.close()
+
+    def _end(self, job: _Job, outcomes: list[PageOutcome] | None, error: str | None) -> None:
+        """Give the views back and tell the reader."""
+        if outcomes is None:
+            outcomes = [PageOutcome.FAILED] * len(job.ranges)
+        with self._changed:
+            if job.transfer is None:
+                self._queue.remove(job)
+            else:
+                self._posted.remove(job)
+            job.views, job.transfer = [], None
+            self._open -= 1
+            for outcome, (_, length) in zip(outcomes, job.ranges, strict=True):
+                self._outcomes[outcome] += 1
+                self._bytes += length if outcome is PageOutcome.OK else 0
+        failed = PageOutcome.FAILED in outcomes
+        text = error or ("the peer did not send all pages" if failed else None)
+        job.read.settle(
+            0, outcomes, None if text is None else f"read from peer {self.peer_name}: {text}"
+        )
