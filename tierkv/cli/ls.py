@@ -11,6 +11,7 @@ from tierkv.cli.daemon_settings import ConfigOption
 from tierkv.cli.operator import DaemonSocket, SocketOption, endpoint
 from tierkv.config import format_size
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.remote import POOL_OWNER
 
 DIGITS = 12
 """Of a namespace's digest, as tables show it."""
@@ -37,7 +38,7 @@ def ls(
     for row in sorted(rows, key=lambda row: -float(row["last_use"])):
         pages, sizes = row["pages"], row["bytes"]
         table.add_row(
-            bytes(row["namespace"]).hex()[:DIGITS] or f"owner {row['owner']}",
+            bytes(row["namespace"]).hex()[:DIGITS] or _owner(int(row["owner"])),
             row["tenant"] or "-",
             model_of(row["fingerprint"]),
             format_size(row["page_bytes"]),
@@ -64,6 +65,11 @@ def model_of(fingerprint: str) -> str:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return "unknown"
+
+
+def _owner(number: int) -> str:
+    """Whose pages without a namespace are."""
+    return "pool" if number == POOL_OWNER else f"owner {number}"
 
 
 def _age(last_use_s: float) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tierkv.cli import options as shared
 from tierkv.cli.console import new_table, write_json, write_table
 from tierkv.config import format_size
-from tierkv.storage.base import StoreStats, TierStats
+from tierkv.storage.base import RemoteStats, StoreStats, TierStats
 from tierkv.storage.errors import ConfigError, TierIOError
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def _stat_running(url: str, api_key: str | None, as_json: bool) -> None:
             f"stat {url}: unexpected answer at {place}: {fault['msg']}; is this a TierKV engine?"
         ) from None
     tiers = [] if figures.store is None else list(figures.store.tiers)
+    remote = None if figures.store is None else figures.store.remote
     if as_json:
         write_json({"source": url, "tiers": _tiers_json(tiers), "engine": answer})
         return
@@ -109,7 +111,7 @@ def _stat_running(url: str, api_key: str | None, as_json: bool) -> None:
         *[""] * 5,
         "ok",
     )
-    _show(table, tiers)
+    _show(table, tiers, [] if remote is None else [(size, remote)])
 
 
 def _stat_daemon(socket: Path, as_json: bool) -> None:
@@ -119,13 +121,17 @@ def _stat_daemon(socket: Path, as_json: bool) -> None:
     with DaemonSocket(socket) as daemon:
         status = daemon.stats()
     tiers: list[TierStats] = []
+    remotes: list[tuple[int, RemoteStats]] = []
     for each in status.get("classes", ()):
-        found = class_stats(status, each.get("page_bytes", 0))
+        page_bytes = each.get("page_bytes", 0)
+        found = class_stats(status, page_bytes)
         tiers += [] if found is None else found.tiers
+        if found is not None and found.remote is not None:
+            remotes.append((page_bytes, found.remote))
     if as_json:
         write_json({"source": str(socket), "tiers": _tiers_json(tiers), "daemon": status})
     else:
-        _show(_tier_table(f"daemon at {socket}"), tiers)
+        _show(_tier_table(f"daemon at {socket}"), tiers, remotes)
 
 
 def _stat_files(host_arena: Path | None, nvme_dir: Path | None, as_json: bool) -> None:
@@ -178,7 +184,10 @@ def _tier_table(title: str) -> Table:
     )
 
 
-def _show(table: Table, tiers: list[TierStats]) -> None:
+def _show(
+    table: Table, tiers: list[TierStats], remotes: Sequence[tuple[int, RemoteStats]] = ()
+) -> None:
+    """The tiers, then each remote tier: its pages are those known of elsewhere."""
     for tier in tiers:
         used = tier.capacity_pages - tier.free_pages
         table.add_row(
@@ -192,5 +201,17 @@ def _show(table: Table, tiers: list[TierStats]) -> None:
             f"{tier.corrupt:,}",
             f"{tier.io_errors:,}",
             "ok" if tier.degraded is None else f"degraded: {tier.degraded}",
+        )
+    for page_bytes, remote in remotes:
+        table.add_row(
+            "remote",
+            f"{remote.known_pages:,} known",
+            format_size(remote.known_pages * page_bytes),
+            f"{remote.landed:,}",
+            f"{remote.missed:,}",
+            "",
+            f"{remote.corrupt:,}",
+            f"{remote.failed:,}",
+            "ok" if remote.degraded is None else f"degraded: {remote.degraded}",
         )
     write_table(table)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 INTERVAL_S_MIN = 0.1
 COUNTERS = ("hits", "misses", "writes", "evictions")
 """Of a tier: shown as rates."""
+REMOTE_COUNTERS = ("landed", "missed", "pushed")
+"""Of a remote tier, in their place: pages that came, that were not there, copies made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,27 @@ def _tiers(before: Reading | None, now: Reading) -> RenderableType:
             *(_rate(former.get(place), tier, counter, before, now) for counter in COUNTERS),
             "ok" if tier.get("degraded") is None else f"degraded: {tier['degraded']}",
         )
+    former = {} if before is None else remotes_of(before.status)
+    for page_bytes, remote in remotes_of(now.status).items():
+        table.add_row(
+            format_size(page_bytes),
+            "remote",
+            f"{remote['known_pages']:,} known",
+            format_size(remote["known_pages"] * page_bytes),
+            *(_rate(former.get(page_bytes), remote, name, before, now) for name in REMOTE_COUNTERS),
+            "-",
+            "ok" if remote.get("degraded") is None else f"degraded: {remote['degraded']}",
+        )
     return table
+
+
+def remotes_of(status: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """The remote tier of every page size that has one, as its counters."""
+    found = {}
+    for each in status.get("classes", ()):
+        if isinstance(remote := each.get("remote"), Mapping):
+            found[each["page_bytes"]] = remote
+    return found
 
 
 def tiers_of(status: Mapping[str, Any]) -> dict[tuple[int, str], Mapping[str, Any]]:
