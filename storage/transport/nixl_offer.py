@@ -19,6 +19,8 @@ MAGIC = b"TKVNIXL\x01"
 AGENT_BYTES = 32
 """An agent's name: ASCII, random, another for each plane."""
 COOKIE_BYTES = 16
+COOKIE_CLOSED = b"\xff" * COOKIE_BYTES
+"""In the place of every cookie of a plane that was closed."""
 MEMORIES_MAX = 4096
 ADDRESS_END = 1 << 63
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tierkv.storage.transport.base import PageRange, PeerRead
 
-OFFER_BYTES_MAX = 256 << 10
+OFFER_BYTES_MAX = 64 << 10
 """Length of an offer. Longer ones are neither sent nor read."""
 
 

@@ -10,7 +10,7 @@ docs/guides names them. Called by the planes before their first import.
                       other processes of this machine is read directly (cma)
     UCX_MODULES       cma where there is no RDMA device. Others load the system's libnl beside
                       UCX's own copy, which crashes when the process ends
-    NIXL_LOG_LEVEL    ERROR; NIXL writes to stderr by itself
+    NIXL_LOG_LEVEL    FATAL; NIXL writes to stderr by itself, TierKV logs what it returns
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prepare_ucx(host: str) -> dict[str, str]:
     To be called before the first import of anything that loads UCX.
     """
     rdma = rdma_devices()
-    wanted = {"NIXL_LOG_LEVEL": "ERROR"}
+    wanted = {"NIXL_LOG_LEVEL": "FATAL"}
     interface = interface_of(host)
     if interface is not None:
         wanted["UCX_NET_DEVICES"] = ",".join([interface, *rdma])
