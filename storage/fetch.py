@@ -53,8 +53,8 @@ class FetchOwner(Protocol):
         """Verify one pinned page where `verify`, or when it is None the store's rules, ask."""
         ...
 
-    def handed_out(self, asked: int, pages: Sequence[PinnedPage]) -> None:
-        """Count what take() gave and what it could not give."""
+    def handed_out(self, asked: int, pages: Sequence[PinnedPage], demand: bool) -> None:
+        """Count what take() gave and what it could not give. `demand`: to a request of here."""
         ...
 
 
@@ -92,9 +92,12 @@ class TieredFetch(Fetch):
         deadline: float,
         clock: Clock,
         verify: bool | None = None,
+        demand: bool = True,
     ) -> None:
+        """`demand`: for a request of this node, not for the remote tier's own reading."""
         self.keys = list(keys)
         self.deadline = deadline
+        self._demand = demand
         self._verify = verify
         self._owner = owner
         self._host = host
@@ -130,7 +133,7 @@ class TieredFetch(Fetch):
         arrived = _arrived_run(pages)
         good = _sound_run(self._owner, pages[:arrived], self._verify)
         self._owner.unpin(pages[good:])
-        self._owner.handed_out(len(self.keys), pages[:good])
+        self._owner.handed_out(len(self.keys), pages[:good], self._demand)
         self._run_callbacks()
         return TieredLease(self._owner, self._host, pages[:good])
 

@@ -139,10 +139,11 @@ class Promoter:
     ) -> TieredFetch:
         """Pin the leading run that is in host and start bringing the rest of it.
 
-        `owner`: whose the pages from the remote tier are to be. `here`: do not ask that.
+        `owner`: whose the pages from the remote tier are to be. `here`: do not ask that, which
+        asks itself: it refreshes recency, but says nothing about the demand of this node.
         """
         deadline = self._clock.monotonic() + max(0.0, deadline_s)
-        fetch = TieredFetch(self, self._host, keys, deadline, self._clock, verify)
+        fetch = TieredFetch(self, self._host, keys, deadline, self._clock, verify, not here)
         with self._lock:
             run = self._pin_run(fetch.keys, here)
             fetch.begin(run)
@@ -193,7 +194,10 @@ class Promoter:
             log.warning("fetch: key=%s is corrupt in host, quarantined", page.key.hex())
         return ok
 
-    def handed_out(self, asked: int, pages: Sequence[PinnedPage]) -> None:
+    def handed_out(self, asked: int, pages: Sequence[PinnedPage], demand: bool) -> None:
+        if not demand:
+            # Counted as a use, a page that is read to be copied would be offered to be copied.
+            return
         with self._lock:
             self.counts.missed += asked - len(pages)
             self.counts.restored.update(page.tier for page in pages)

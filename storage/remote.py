@@ -31,7 +31,14 @@ from enum import Enum
 from typing import Protocol
 
 from tierkv.storage.bandwidth import TransferMeter
-from tierkv.storage.base import Fetch, MappedTier, RemoteStats, Reservation, StoreReservation
+from tierkv.storage.base import (
+    Fetch,
+    MappedTier,
+    RemoteStats,
+    Reservation,
+    StoreReservation,
+    StoreStats,
+)
 from tierkv.storage.quota import Quota
 from tierkv.storage.types import PageKey
 
@@ -91,7 +98,12 @@ class LocalStore(Protocol):
 
     @property
     def host(self) -> MappedTier:
-        """Where pulls land: payload(), seal(), commit() and release() of their targets only."""
+        """Where pulls land: payload(), seal(), commit() and release() of their targets, and what
+        has no side effects."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """PageStore.stats."""
         ...
 
     def lookup_here(self, keys: Sequence[PageKey]) -> list[bool]:
@@ -99,7 +111,7 @@ class LocalStore(Protocol):
         ...
 
     def keys_here(self) -> list[PageKey]:
-        """Every page in host or nvme, once. O(capacity)."""
+        """Every page in host or nvme, once; host's first, coldest first in each. O(capacity)."""
         ...
 
     def fetch(
@@ -111,7 +123,11 @@ class LocalStore(Protocol):
         owner: int = 0,
         here: bool = False,
     ) -> Fetch:
-        """PageStore.fetch; with `here`, what host and nvme have, without asking the remote."""
+        """PageStore.fetch; with `here`, what host and nvme have, without asking the remote.
+
+        That is for the remote's own reading: it refreshes recency, but is no use of the pages
+        and makes no offer. Read for copying in the order of keys_here(), it keeps their order.
+        """
         ...
 
     def reserve(self, count: int, owner: int = 0) -> StoreReservation:

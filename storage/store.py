@@ -208,8 +208,11 @@ class TieredStore(PageStore):
         owner: int = 0,
         here: bool = False,
     ) -> Fetch:
-        """See PageStore. `owner`: whose the pages from the remote tier are to be, here. `here`:
-        only what host and nvme have."""
+        """See PageStore. `owner`: whose the pages from the remote tier are to be, here.
+
+        `here`: only what host and nvme have, for the remote tier's own reading: it refreshes the
+        pages' recency, but counts neither as a use nor as restored or missed, and offers nothing.
+        """
         self._assert_open()
         return self._promoter.start(keys, deadline_s, verify, owner, here)
 
@@ -266,7 +269,7 @@ class TieredStore(PageStore):
         return [upper or lower for upper, lower in zip(found, below, strict=True)]
 
     def keys_here(self) -> list[PageKey]:
-        """Every page in host or nvme, once. O(capacity)."""
+        """Every page in host or nvme, once; host's first, coldest first in each. O(capacity)."""
         self._assert_open()
         keys = self._host.keys_of()
         if self._lower is not None:

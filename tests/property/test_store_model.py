@@ -3,7 +3,8 @@
 The model knows what must never happen: a page that was never committed, a wrong byte, a run that
 is not a leading run, a page in host that a fetch does not deliver, a leaked pin or slot, an owner
 above its ceiling or an expired page that stays. Where a page is may depend on timing, what it holds
-may not. 16,000 steps in all; each run names its seed, and `pytest -k <id>` replays its driver.
+may not. With a remote tier there are pages elsewhere as well, that come, go, stall and arrive
+damaged. 22,000 steps in all; each run names its seed, and `pytest -k <id>` replays its driver.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.memory_remote import Fault, Medium, MemoryRemote
 from tests.support.pages import page_content, page_key
 from tierkv.storage.base import Fetch, PageLease
+from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.mover import MoverLimits
 from tierkv.storage.policy import AdmissionName, WritePolicy
 from tierkv.storage.promotion import Verify
@@ -33,6 +36,7 @@ UNIVERSE = 60
 STEPS = 2000
 HELD_MAX = 2
 OWNERS = 3
+PULL_ENDS = ("landed", "missed", "corrupt", "failed", "cancelled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +52,12 @@ class Scenario:
     queue: int = 64
     ceilings: tuple[int, int] | None = None
     """Pages of each owner in host and in nvme."""
+    remote: int | None = None
+    """Pulls that a remote tier takes over at a time; None: there is no remote tier."""
 
     def __str__(self) -> str:
-        return f"{self.policy.value}-{self.host_pages}-{self.nvme_pages}-seed{self.seed}"
+        below = "" if self.remote is None else f"-remote{self.remote}"
+        return f"{self.policy.value}-{self.host_pages}-{self.nvme_pages}{below}-seed{self.seed}"
 
 
 SCENARIOS = [
@@ -62,6 +69,9 @@ SCENARIOS = [
     Scenario(16, WritePolicy.WRITE_THROUGH_SELECTIVE, 1, 1, admission=AdmissionName.ALL),
     Scenario(17, WritePolicy.WRITE_THROUGH, 10, 24, ceilings=(4, 9)),
     Scenario(18, WritePolicy.WRITE_BACK, 6, 16, ceilings=(3, 5)),
+    Scenario(19, WritePolicy.WRITE_THROUGH, 8, 12, remote=64),
+    Scenario(20, WritePolicy.WRITE_BACK, 4, 6, remote=3, admission=AdmissionName.ALL),
+    Scenario(21, WritePolicy.WRITE_THROUGH, 10, 24, remote=16, ceilings=(4, 9)),
 ]
 
 
@@ -91,12 +101,17 @@ class Driver:
         )
         self.host_pages = scenario.host_pages
         self.ceilings = scenario.ceilings
+        self.pulls_max = scenario.remote
+        self.medium = Medium()
+        self.remote: MemoryRemote | None = None
         self.store = self.open()
         self.committed: set[PageKey] = set()
         self.held: list[PageLease] = []
         self.asked = 0
         self.handed_out = 0
         self.done: Counter[str] = Counter()
+        self.pulls: Counter[str] = Counter()
+        """How pulls ended, in all."""
         self.actions: list[tuple[int, Callable[[], None]]] = [
             (30, self.commit),
             (30, self.fetch),
@@ -111,6 +126,14 @@ class Driver:
             (1, self.preload),
             (2, self.scrub),
         ]
+        if self.pulls_max is not None:
+            self.actions += [
+                (8, self.commit_elsewhere),
+                (6, self.trouble_elsewhere),
+                (4, self.stall),
+                (2, self.lose_elsewhere),
+                (8, self.fetch_here),
+            ]
 
     def open(self) -> TieredStore:
         store = TieredStore.open(self.config)
@@ -120,6 +143,9 @@ class Driver:
             limits = {tier: pages[tier] * sizes[tier] for tier in pages}
             for owner in range(OWNERS):
                 store.set_quota(owner, Quota(ceiling_bytes=limits))
+        if self.pulls_max is not None:
+            self.remote = MemoryRemote(self.medium, pages_max=self.pulls_max)
+            store.attach_remote(self.remote)
         return store
 
     def step(self) -> None:
@@ -161,24 +187,65 @@ class Driver:
         if self.ceilings is None:
             assert self.store.lookup(keys) == [TierName.HOST] * len(keys)
 
+    def start(self, keys: list[PageKey]) -> Fetch:
+        # What comes from elsewhere is its owner's, as what is committed here is.
+        return self.store.fetch(keys, WAIT_S, owner=owner_of(keys[0]))
+
     def fetch(self) -> None:
         keys = self.run_of_keys()
         certain = self.leading(keys, {TierName.HOST})
-        self.take(self.store.fetch(keys, WAIT_S), certain)
+        self.take(self.start(keys), certain)
 
     def fetch_twice(self) -> None:
         keys = self.run_of_keys()
         certain = self.leading(keys, {TierName.HOST})
-        both = [self.store.fetch(keys, WAIT_S), self.store.fetch(keys, WAIT_S)]
+        both = [self.start(keys), self.start(keys)]
         self.rng.shuffle(both)
         for fetch in both:
             self.take(fetch, certain)
 
     def cancel(self) -> None:
         keys = self.run_of_keys()
-        fetch = self.store.fetch(keys, WAIT_S)
+        fetch = self.start(keys)
         self.store.check()
         fetch.cancel()
+
+    def fetch_here(self) -> None:
+        keys = self.run_of_keys()
+        submits = self.the_remote.submits
+        asked = len(submits)
+        certain = self.leading(keys, {TierName.HOST})
+        self.take(self.store.fetch(keys, WAIT_S, here=True), certain, counted=False)
+        assert len(submits) == asked, "the remote was asked for what is here"
+
+    def commit_elsewhere(self) -> None:
+        for key in self.run_of_keys():
+            content = page_content(key, PAGE_BYTES)
+            self.medium.put(key, content, payload_checksum(content))
+            self.committed.add(key)
+
+    def trouble_elsewhere(self) -> None:
+        kinds = [Fault.FAIL, Fault.FLIP, Fault.MISS]
+        self.the_remote.faults = {key: self.rng.choice(kinds) for key in self.run_of_keys()}
+        self.the_remote.reachable = self.rng.random() < 0.8
+
+    def stall(self) -> None:
+        """A fetch is given up while its pulls do not move, and what moves no more still holds."""
+        self.the_remote.stall()
+        keys = self.run_of_keys()
+        certain = self.leading(keys, {TierName.HOST})
+        fetch = self.start(keys)
+        self.store.check()
+        if self.rng.random() < 0.5:
+            fetch.cancel()
+        else:
+            self.take(fetch, certain, timeout_s=0.0)
+        self.store.check()
+        self.the_remote.release()
+
+    def lose_elsewhere(self) -> None:
+        for key in self.run_of_keys():
+            self.medium.drop(key)
 
     def let_go(self) -> None:
         if self.held:
@@ -234,17 +301,26 @@ class Driver:
         for was, now in zip(before, after, strict=True):
             if was is TierName.NVME:
                 assert now is TierName.NVME
-            elif not reboot:
+            elif not reboot and was is not TierName.REMOTE and now is not TierName.REMOTE:
+                # What is elsewhere comes and goes with who can be reached.
                 assert now is was
             else:
                 assert now is not TierName.HOST
 
     # --- the model ---
 
-    def take(self, fetch: Fetch, certain: int) -> None:
-        lease = fetch.take(WAIT_S)
-        self.asked += len(fetch.keys)
-        self.handed_out += len(lease.keys)
+    @property
+    def the_remote(self) -> MemoryRemote:
+        assert self.remote is not None
+        return self.remote
+
+    def take(
+        self, fetch: Fetch, certain: int, timeout_s: float = WAIT_S, counted: bool = True
+    ) -> None:
+        lease = fetch.take(timeout_s)
+        if counted:
+            self.asked += len(fetch.keys)
+            self.handed_out += len(lease.keys)
         assert lease.keys == fetch.keys[: len(lease.keys)], "not a leading run"
         assert certain <= len(lease.keys), "a page that was there did not come"
         self.verify(lease)
@@ -287,6 +363,8 @@ class Driver:
         assert stats.missed_pages == self.asked - self.handed_out
         assert stats.mover.failed == stats.mover.worker_restarts == 0, stats.mover
         self.asked = self.handed_out = 0
+        if stats.remote is not None:
+            self.pulls.update({name: getattr(stats.remote, name) for name in PULL_ENDS})
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
@@ -303,3 +381,5 @@ def test_w6_l2_h3_store_agrees_with_the_model(scenario: Scenario, tmp_path: Path
     finally:
         driver.store.close()
     assert len(driver.done) == len(driver.actions), driver.done
+    if scenario.remote is not None:
+        assert all(driver.pulls[name] for name in PULL_ENDS), driver.pulls

@@ -532,6 +532,10 @@ def test_copies_are_made_of_what_is_offered(make_rig: RigMaker) -> None:
     assert set(rig.medium.keys()) == set(keys)
     rig.quiet()
     assert rig.remote.stats().pushed == 2
+    # What the remote read for its copies is no use: nothing was offered again for it.
+    assert rig.remote.offered == [(key, 1, 0) for key in keys]
+    stats = rig.store.stats()
+    assert (stats.restored_pages, stats.missed_pages, stats.reuse_gaps) == ({}, 0, {})
 
 
 @pytest.mark.parametrize("how", ["evict", "trim", "drop", "quota", "corrupt", "owner"])
