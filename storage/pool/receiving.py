@@ -53,9 +53,9 @@ class Receiver:
         self._store = store
         self._clock = clock
         self._shares = config.host_share > 0
-        self._batch_pages = config.batch_pages
         self._transfer_s = config.transfer_s
         self._pages_max = max(1, arena_pages(store) // 2)
+        self._batch_pages = min(config.batch_pages, self._pages_max)
         self._changed = threading.Condition()
         self._reserved = 0
         self._late = 0
