@@ -45,7 +45,7 @@ class Agent:
         not installed or cannot run here."""
         self.name = name
         prepare_ucx(host)
-        self._nixl = _bindings()
+        self._nixl = bindings()
         self._errors: tuple[type[Exception], ...] = (*_error_classes(self._nixl), RuntimeError)
         self._lock = threading.Lock()
         config = self._nixl.nixlAgentConfig()
@@ -153,7 +153,7 @@ class Agent:
         raise TierIOError(f"await transfer by nixl: {status}")
 
 
-def _bindings() -> ModuleType:
+def bindings() -> ModuleType:
     """NIXL's bindings. ConfigError naming the extra when no wheel is installed."""
     problems = []
     for package in PACKAGES:
