@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from tierkv import __version__
-from tierkv.cli import config_command, daemon
+from tierkv.cli import config_command, daemon, pool
 from tierkv.cli.bench import bench
 from tierkv.cli.console import configure_logging, write_json, write_line, write_note
 from tierkv.cli.demo import demo
@@ -54,6 +54,7 @@ app = typer.Typer(
 )
 engine_app = typer.Typer(help="The inference engine.", rich_markup_mode=None)
 config_app = typer.Typer(help="The daemon's configuration.", rich_markup_mode=None)
+pool_app = typer.Typer(help="The pool of nodes.", rich_markup_mode=None)
 
 
 @app.callback(invoke_without_command=True)
@@ -70,6 +71,7 @@ def _root(
 
 @engine_app.callback(invoke_without_command=True)
 @config_app.callback(invoke_without_command=True)
+@pool_app.callback(invoke_without_command=True)
 def _group(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         write_line(context.get_help())
@@ -99,6 +101,8 @@ for command in (top, ls, drop, drain, fsck, explain):
 config_app.command()(config_command.show)
 config_app.command()(config_command.check)
 app.add_typer(config_app, name="config")
+pool_app.command()(pool.status)
+app.add_typer(pool_app, name="pool")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -90,7 +90,9 @@ class RemoteTier:
     @property
     def kind(self) -> str | None:
         """ "pool" or "mooncake", as the user asked for; None for none."""
-        return None if self._config.pool is None else POOL
+        if self._config.pool is not None:
+            return POOL
+        return None if self._config.mooncake is None else MOONCAKE
 
     @property
     def serving(self) -> bool:
@@ -160,7 +162,12 @@ def open_source(
 
     What is not installed is asked for here only: the daemon runs without it.
     """
-    assert config.pool is not None
+    if config.mooncake is not None:
+        from tierkv.storage.mooncake.service import open_mooncake
+
+        return open_mooncake(config.mooncake, clock)
+
+    assert config.pool is not None, "nothing to open"
     pool = pool_settings(config.pool, config.pool_key_file)
 
     from tierkv.storage.pool.pool import open_pool
