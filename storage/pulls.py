@@ -55,6 +55,7 @@ class PullQueue:
         self._refused = 0
         self._ended: Counter[PullState] = Counter()
         self._closing = False
+        self._wakes = 0
         self._watch = DeadlineWatch(clock)
         self._watched_until: float | None = None
         """The moment at which the watch looks next; None: it does not."""
@@ -73,7 +74,7 @@ class PullQueue:
 
     def take(self, lane: str, count: int, timeout_s: float) -> list[Pull]:
         """Up to `count` pulls of a lane, RUNNING from now on; waits for the first at most
-        `timeout_s`. Empty past it and when the queue closes.
+        `timeout_s`. Empty past it, after wake() and when the queue closes.
 
         Their times left differ by no more than a factor of two, so that what is asked for
         together can be given up together.
@@ -81,9 +82,11 @@ class PullQueue:
         with self._lock:
             waited = self._lane(lane)
             waited.waiting += 1
+            wakes = self._wakes
             try:
                 waited.ready.wait_for(
-                    lambda: self._closing or bool(waited.pulls), max(0.0, timeout_s)
+                    lambda: self._closing or bool(waited.pulls) or self._wakes != wakes,
+                    max(0.0, timeout_s),
                 )
             finally:
                 waited.waiting -= 1
@@ -192,8 +195,9 @@ class PullQueue:
             return len(found.pulls) if found is not None else 0
 
     def wake(self) -> None:
-        """Let take() look again: something else changed that its caller waits for."""
+        """Let every take() that waits return: its caller has something else to look at."""
         with self._lock:
+            self._wakes += 1
             self._changed.notify_all()
             for lane in self._lanes.values():
                 lane.ready.notify_all()

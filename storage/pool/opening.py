@@ -1,0 +1,127 @@
+"""The transport of a pool as it is configured: TCP, and the faster planes that can be had here.
+
+Owns no state. Optional libraries are imported here only, when they are asked for; one that is
+missing or cannot run costs a line in the log and its speed. Called by pool.open_pool().
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from tierkv.storage.clock import Clock
+from tierkv.storage.errors import ConfigError, TierKVError
+from tierkv.storage.pool.config import MEMBERS_MAX, PoolConfig
+from tierkv.storage.transport.base import TransportLimits
+from tierkv.storage.transport.plane import DataPlane
+from tierkv.storage.transport.planes import NegotiatedTransport
+from tierkv.storage.transport.tcp import TlsContexts
+
+MESSAGE_CONNECTIONS = 6
+"""Heartbeat, two pullers, a pusher, and those of other page sizes: a message that waits on the
+other side must not hold up the heartbeat."""
+READ_CONNECTIONS = 2
+IO_S_MIN, IO_S_MAX = 1.0, 10.0
+
+PlaneOpener = Callable[[str, TransportLimits, Clock], DataPlane]
+
+log = logging.getLogger(__name__)
+
+
+def open_transport(config: PoolConfig, clock: Clock) -> tuple[NegotiatedTransport, dict[str, str]]:
+    """The transport, not listening yet, and for each plane that was asked for and cannot be had
+    the reason. ConfigError for certificates or a key that cannot be used."""
+    limits = transport_limits(config)
+    planes: list[DataPlane] = []
+    declined: dict[str, str] = {}
+    openers: dict[str, PlaneOpener] = {"nixl": _open_nixl, "ucx": _open_ucx}
+    tls = _tls(config)
+    try:
+        for name in config.transports:
+            if name == "tcp":
+                continue
+            if tls is not None:
+                declined[name] = "its bytes would travel outside TLS, which is configured"
+                continue
+            try:
+                planes.append(openers[name](_numeric(config.listen.host), limits, clock))
+            except TierKVError as error:
+                declined[name] = str(error)
+        for name, reason in declined.items():
+            log.warning("pool transport=%s is not used: %s", name, reason)
+        transport = NegotiatedTransport(
+            config.key,
+            planes=planes,
+            open_pool=config.open_pool,
+            any_interface=config.any_interface,
+            limits=limits,
+            tls=tls,
+            clock=clock,
+        )
+    except BaseException:
+        for plane in planes:
+            plane.close()
+        raise
+    return transport, declined
+
+
+def transport_limits(config: PoolConfig) -> TransportLimits:
+    """What a pool's transport has to allow."""
+    members = len(config.members) or MEMBERS_MAX
+    return TransportLimits(
+        peer_connections=(members + 8) * (MESSAGE_CONNECTIONS + READ_CONNECTIONS),
+        message_connections=MESSAGE_CONNECTIONS,
+        read_connections=READ_CONNECTIONS,
+        io_s=min(max(config.transfer_s, IO_S_MIN), IO_S_MAX),
+    )
+
+
+def _open_nixl(host: str, limits: TransportLimits, clock: Clock) -> DataPlane:
+    from tierkv.storage.transport.nixl import NixlPlane
+
+    return NixlPlane(host, limits=limits, clock=clock)
+
+
+def _open_ucx(host: str, limits: TransportLimits, clock: Clock) -> DataPlane:
+    from tierkv.storage.transport.ucx import UcxPlane
+
+    return UcxPlane(host, limits=limits, clock=clock)
+
+
+def _numeric(host: str) -> str:
+    """The address of this machine that `host` means. ConfigError."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"pool: listen {host!r} cannot be resolved: {error.strerror}; "
+            "name an address of this machine"
+        ) from error
+
+
+def _tls(config: PoolConfig) -> TlsContexts | None:
+    """Contexts in which both sides show a certificate of the authority. ConfigError."""
+    if config.tls_certificate is None or config.tls_key is None or config.tls_authority is None:
+        return None
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    for context in (server, client):
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_cert_chain(config.tls_certificate, config.tls_key)
+            context.load_verify_locations(config.tls_authority)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"pool: tls_certificate {config.tls_certificate}, tls_key {config.tls_key} and "
+                f"tls_authority {config.tls_authority} cannot be used: {error}; "
+                "give PEM files that belong together"
+            ) from error
+    return TlsContexts(server, client)
