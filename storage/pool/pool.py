@@ -38,7 +38,13 @@ from tierkv.storage.pool.opening import open_transport
 from tierkv.storage.pool.remote import PoolRemote
 from tierkv.storage.pool.roster import Roster, Standing
 from tierkv.storage.pool.serving import PoolServer, Served
-from tierkv.storage.pool.status import class_row, member_row, server_row
+from tierkv.storage.pool.status import (
+    class_row,
+    lease_row,
+    member_row,
+    server_row,
+    settings_row,
+)
 from tierkv.storage.transport.base import Peer, PeerIdentity, Transport
 
 FENCE_S = 1.0
@@ -88,6 +94,7 @@ class Pool:
         self._fence_again = clock.monotonic()
         self._fences = 0
         self._restarts = 0
+        self._own_address = config.own_address
         self._leaving = False
         self._started = False
         self._closing = threading.Event()
@@ -313,21 +320,22 @@ class Pool:
 
     def status(self) -> dict[str, Any]:
         """The pool as this node sees it, for people. O(members + leases)."""
+        serving = self._server.stats()
         return {
             "name": self.own_name,
+            "address": str(self._own_address),
             "epoch": self.own_epoch,
             "fences": self._fences,
             "leaving": self._leaving,
             "membership": self._membership.name,
-            "membership_problem": self._membership.problem(),
-            "replicas": self._config.replicas,
-            "hot_replicas": self._config.hot_replicas,
-            "host_share": self._config.host_share,
-            "nvme_share": self._config.nvme_share,
-            "transports_declined": dict(self._declined),
+            "problem": self._membership.problem(),
+            "settings": settings_row(self._config),
+            "declined": dict(self._declined),
+            "leases": lease_row(serving),
+            "serving": server_row(serving),
             "members": [member_row(link) for link in self.links()],
             "classes": [class_row(remote) for remote in list(self._remotes.values())],
-            "serving": server_row(self._server.stats()),
+            "restarts": self._restarts,
         }
 
     def check(self) -> None:

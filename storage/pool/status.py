@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.remote import PoolRemote
 from tierkv.storage.pool.serving import ServerStats
@@ -25,7 +26,7 @@ def member_row(link: Link) -> dict[str, Any]:
         "leaving": link.leaving,
         "transport": None if session is None else session.peer.transport,
         "declined": {} if session is None else dict(session.peer.declined),
-        "breaker_open": not link.breaker.closed,
+        "breaker": "closed" if link.breaker.closed else "open",
         "breaker_trips": link.breaker.trips,
         "known_pages": link.known_pages,
         "page_sizes": list(link.page_sizes),
@@ -67,15 +68,35 @@ def class_row(remote: PoolRemote) -> dict[str, Any]:
     }
 
 
+def lease_row(stats: ServerStats) -> dict[str, Any]:
+    """What the others hold of this node's pages."""
+    return {
+        "held": stats.leases.leases,
+        "pages": stats.leases.pages,
+        "quarantined_pages": stats.leases.quarantined_pages,
+        "granted_pages": stats.leases.granted,
+        "expired_pages": stats.leases.expired,
+        "refused_pages": stats.leases.refused,
+    }
+
+
+def settings_row(config: PoolConfig) -> dict[str, Any]:
+    """What this node gives, and how many copies it has made."""
+    return {
+        "replicas": config.replicas,
+        "hot_replicas": config.hot_replicas,
+        "host_share": config.host_share,
+        "nvme_share": config.nvme_share,
+        "rebalance_bytes_per_s": config.rebalance_bytes_per_s,
+    }
+
+
 def server_row(stats: ServerStats) -> dict[str, Any]:
     """What is done for the others."""
     return {
         "requests": dict(stats.requests),
         "answers": dict(stats.answers),
         "stored": dict(stats.stored),
-        "leases": stats.leases.leases,
-        "leased_pages": stats.leases.pages,
-        "quarantined_pages": stats.leases.quarantined_pages,
         "late_pages": stats.late_pages,
         "errors": stats.errors,
     }
