@@ -154,16 +154,19 @@ def test_members_find_each_other_and_leave(
 
 
 def test_a_member_that_died_goes_with_its_lease_and_others_stay(
-    member: Callable[..., Member],
+    member: Callable[..., Member], etcd: EtcdProcess
 ) -> None:
     one, two, three = (member(number).start().join(1) for number in (1, 2, 3))
     one.await_others(2, 3)
+    client = raw(etcd)
+    written = client.get(f"{PREFIX}/node3", metadata=True)
     started = time.monotonic()
     # Without leave(): as killed, its lease is not renewed any more.
     two.membership.close()
     one.await_others(3)
-    # Several leases later the one that lives is still there: it renews.
+    # Several leases later the one that lives is still there, by the same lease: it renews.
     until(lambda: time.monotonic() > started + 3 * LEASE_S, lambda: "time does not pass")
+    assert client.get(f"{PREFIX}/node3", metadata=True) == written
     assert one.ports() == (3,) and three.ports() == (1,)
 
 
