@@ -1,8 +1,9 @@
-"""`tierkv drain`: a daemon takes no new work and makes what it has durable."""
+"""`tierkv drain`: a daemon takes no new work, makes what it has durable, and leaves its pool."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,10 @@ DRAIN_PATH = "/admin/drain"
 
 def drain(
     wait: Annotated[
-        str, typer.Option("--wait", metavar="TIME", help="Longest wait for the flush.")
+        str,
+        typer.Option(
+            "--wait", "--timeout", metavar="TIME", help="Longest wait for the flush and the pool."
+        ),
     ] = "30s",
     flush_only: Annotated[
         bool, typer.Option("--flush-only", help="Make pages durable; go on taking work.")
@@ -35,26 +39,43 @@ def drain(
     config: ConfigOption = None,
     as_json: shared.JsonOption = False,
 ) -> int:
-    """Stop taking new work, flush, report. Exits 1 when not everything became durable in time."""
+    """Stop taking new work, flush, give hot pages to the pool. Exits 1 when some was not done."""
     try:
         wait_s = parse_duration(wait)
     except ValueError as error:
         raise ConfigError(f"--wait: {error}") from None
     where = endpoint(config, socket)
+    pool: Mapping[str, Any] | None = None
     with spinner("drain"):
         if flush_only:
             with DaemonSocket(where.socket) as daemon:
                 durable = daemon.flush(wait_s)
         else:
             _check_same(where)
-            durable = _drain(where, wait_s)
+            durable, pool = _drain(where, wait_s)
+    done = durable and (pool is None or bool(pool.get("complete")))
     if as_json:
-        write_json({"drained": not flush_only, "durable": durable})
-    elif durable:
+        more = {} if pool is None else {"pool": dict(pool)}
+        write_json({"drained": not flush_only, "durable": durable, **more})
+        return 0 if done else 1
+    if durable:
         write_line("every page is durable" + ("" if flush_only else "; no new work is taken"))
     else:
         write_note(f"tierkv: error: not every page was durable within {wait}; try again")
-    return 0 if durable else 1
+    if pool is not None:
+        _tell_pool(pool, wait)
+    return 0 if done else 1
+
+
+def _tell_pool(pool: Mapping[str, Any], wait: str) -> None:
+    moved, left = pool.get("moved_pages", 0), pool.get("left_pages", 0)
+    if pool.get("complete"):
+        write_line(f"{moved:,} pages were copied to other members; none is held here alone")
+        return
+    write_note(
+        f"tierkv: error: {moved:,} pages were copied to other members, {left:,} found no place "
+        f"within {wait}; see tierkv pool status"
+    )
 
 
 def _check_same(where: Endpoint) -> None:
@@ -71,8 +92,10 @@ def _check_same(where: Endpoint) -> None:
         )
 
 
-def _drain(where: Endpoint, wait_s: float) -> bool:
+def _drain(where: Endpoint, wait_s: float) -> tuple[bool, Mapping[str, Any] | None]:
+    """Whether all is durable, and what became of the pool's part; None without a pool."""
     answer = http_json(where, DRAIN_PATH, {"wait_s": wait_s}, wait_s + TIMEOUT_S)
     if not isinstance(answer, dict) or not isinstance(answer.get("durable"), bool):
         raise ConfigError(f"drain {where.url}: no answer to drain; is this a TierKV daemon?")
-    return bool(answer["durable"])
+    pool = answer.get("pool")
+    return answer["durable"], pool if isinstance(pool, Mapping) else None

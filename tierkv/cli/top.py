@@ -146,14 +146,17 @@ def _tiers(before: Reading | None, now: Reading) -> RenderableType:
             *(_rate(former.get(place), tier, counter, before, now) for counter in COUNTERS),
             "ok" if tier.get("degraded") is None else f"degraded: {tier['degraded']}",
         )
-    former = {} if before is None else remotes_of(before.status)
+    remotes = {} if before is None else remotes_of(before.status)
     for page_bytes, remote in remotes_of(now.status).items():
         table.add_row(
             format_size(page_bytes),
             "remote",
             f"{remote['known_pages']:,} known",
             format_size(remote["known_pages"] * page_bytes),
-            *(_rate(former.get(page_bytes), remote, name, before, now) for name in REMOTE_COUNTERS),
+            *(
+                _rate(remotes.get(page_bytes), remote, name, before, now)
+                for name in REMOTE_COUNTERS
+            ),
             "-",
             "ok" if remote.get("degraded") is None else f"degraded: {remote['degraded']}",
         )

@@ -78,8 +78,8 @@ class PoolSection:
         tuple[str, ...],
         Key(choices(TRANSPORTS), "tcp", "Data paths, best first; tcp is always possible."),
     ]
-    replicas: Annotated[int, Key(_COUNT, "1", "Members that hold each page.")]
-    hot_replicas: Annotated[int, Key(_COUNT, "2", "Members that hold each hot page.")]
+    replicas: Annotated[int, Key(_COUNT, "1", "Other members that get each page.")]
+    hot_replicas: Annotated[int, Key(_COUNT, "2", "Other members that get each hot page.")]
     copy_after: Annotated[int, Key(_COUNT, "1", "Uses of a page before its copies are made.")]
     hot_after: Annotated[int, Key(_COUNT, "4", "Uses that make a page hot.")]
     host_share: Annotated[float, Key(RATIO, "25%", "Of host, for pages of other members.")]

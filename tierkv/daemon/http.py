@@ -12,7 +12,8 @@ tierkv.daemon.server.
                          the latest removal of a page from each tier, as far as remembered
     POST /admin/drop     {"namespace": hex}                 -> {"dropped": n}
     POST /admin/flush    {"wait_s": s}                      -> {"durable": bool}
-    POST /admin/drain    {"wait_s": s}                      -> {"durable": bool}, no new work after
+    POST /admin/drain    {"wait_s": s}                      -> {"durable": bool}, no new work after;
+                         in a pool also "pool": {"complete", "moved_pages", "left_pages"}
     POST /admin/preload  {"page_bytes": n, "pages": n}      -> {"planned": {size: n}}
     POST /admin/scrub    {"page_bytes": n, "pages": n}      -> {size: {checked, corrupt, ...}}
 
@@ -25,6 +26,8 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -162,9 +165,17 @@ class HttpServer:
 
     async def _drain(self, values: dict[str, Any]) -> dict[str, Any]:
         wait_s = _number(values, "wait_s", 60.0, WAIT_S_MAX)
-        self._service.closing = True
-        durable = await flush_classes(self._service, list(self._service.classes), wait_s)
-        return {"durable": durable}
+        service = self._service
+        deadline = service.loop.time() + wait_s
+        service.closing = True
+        durable = await flush_classes(service, list(service.classes), wait_s)
+        answer: dict[str, Any] = {"durable": durable}
+        if service.remote is not None and service.remote.serving:
+            left_s = max(0.0, deadline - service.loop.time())
+            drained = await service.waiters.submit(partial(service.remote.drain, left_s))
+            if drained is not None:
+                answer["pool"] = asdict(drained)
+        return answer
 
     async def _preload(self, values: dict[str, Any]) -> dict[str, Any]:
         pages = int(_number(values, "pages", 0, PAGES_MAX)) or None

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from tierkv.daemon.pool_metrics import remote_metrics
 from tierkv.daemon.status import status_fields
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class _Figures(Collector):
         yield from _movers(status["classes"])
         yield from _sessions(status)
         yield from _upkeep(status["background"])
+        yield from remote_metrics(status)
 
 
 def _tiers(classes: list[dict[str, Any]]) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +37,18 @@ OpenClass = Callable[[int, float], bool]
 loop's."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """What a drain came to."""
+
+    complete: bool
+    """Nothing that is in host is held by this node alone."""
+    moved_pages: int
+    """Copies that others acknowledged meanwhile."""
+    left_pages: int
+    """Pages in host that are held nowhere else at the end."""
 
 
 class Source(Protocol):
@@ -86,6 +98,7 @@ class RemoteTier:
         self._source: Source | None = None
         self._fault: str | None = None
         self._class_faults: dict[int, str] = {}
+        self._attached: dict[int, tuple[PageClass, Remote]] = {}
 
     @property
     def kind(self) -> str | None:
@@ -116,7 +129,8 @@ class RemoteTier:
         if self._source is None:
             return
         try:
-            pages.store.attach_remote(self._source.attach(pages.page_bytes))
+            remote = self._source.attach(pages.page_bytes)
+            pages.store.attach_remote(remote)
         except TierKVError as error:
             known = str(error) in self._class_faults.values()
             self._class_faults[pages.page_bytes] = str(error)
@@ -124,6 +138,7 @@ class RemoteTier:
                 log.error("page_bytes=%d remote tier is off: %s", pages.page_bytes, error)
         else:
             self._class_faults.pop(pages.page_bytes, None)
+            self._attached[pages.page_bytes] = (pages, remote)
 
     def status(self) -> dict[str, Any] | None:
         """For /status; None when none is configured."""
@@ -134,9 +149,19 @@ class RemoteTier:
         faults = {str(size): text for size, text in self._class_faults.items()}
         return {"state": SERVING, "why": None, "page_faults": faults, **self._source.status()}
 
-    def drain(self, timeout_s: float) -> bool:
-        """See Source.drain; True without a remote tier."""
-        return self._source is None or self._source.drain(timeout_s)
+    def drain(self, timeout_s: float) -> Drained | None:
+        """Have what is hot and held nowhere else copied to others; None without a remote tier.
+
+        O(host pages).
+        """
+        if self._source is None:
+            return None
+        before = self._pushed()
+        complete = self._source.drain(timeout_s)
+        left = self._nowhere_else() if self.kind == POOL else 0
+        drained = Drained(complete, self._pushed() - before, left)
+        log.info("drain complete=%s moved=%d left=%d", complete, drained.moved_pages, left)
+        return drained
 
     def check(self) -> None:
         """Assert the invariants. Expensive."""
@@ -153,6 +178,17 @@ class RemoteTier:
         if not done:
             log.error("close remote tier: something still moves after %.1f s", timeout_s)
         return done
+
+    def _pushed(self) -> int:
+        """Copies that others acknowledged so far."""
+        return sum(remote.stats().pushed for _, remote in list(self._attached.values()))
+
+    def _nowhere_else(self) -> int:
+        """Pages in host that no other member is known to have."""
+        left = 0
+        for pages, remote in list(self._attached.values()):
+            left += remote.holds(pages.store.host.keys_of()).count(False)
+        return left
 
 
 def open_source(

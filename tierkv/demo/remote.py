@@ -134,7 +134,7 @@ class Nodes:
                 "listen": address(host),
                 "members": [address(other) for other in range(HOSTS) if other != host],
                 "key_file": str(key),
-                "replicas": "2",
+                "replicas": "1",
                 "host_share": keeps,
             },
         }

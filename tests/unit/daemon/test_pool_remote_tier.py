@@ -247,7 +247,7 @@ def test_without_a_remote_tier_nothing_is_told(tmp_path: Path) -> None:
     tier = RemoteTier(DaemonConfig(), tmp_path / "epoch", SystemClock(), lambda *_: False)
     tier.start()
     assert tier.status() is None and tier.kind is None and not tier.serving
-    assert tier.drain(0.0) and tier.close(0.0)
+    assert tier.drain(0.0) is None and tier.close(0.0)
     tier.check()
 
 
