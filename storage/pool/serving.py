@@ -160,8 +160,8 @@ class PoolServer:
         self._changed = threading.Condition()
         self._classes: dict[int, _Class] = {}
         self._teller = Teller()
-        self._requests: Counter[str] = Counter()
-        self._answers: Counter[str] = Counter()
+        self._requests: Counter[Verb] = Counter()
+        self._answers: Counter[Status] = Counter()
         self._stored: Counter[str] = Counter()
         self._errors = 0
         self._warn_again = clock.monotonic()
@@ -239,8 +239,8 @@ class PoolServer:
         leases = self._leases.counts()
         with self._changed:
             return ServerStats(
-                dict(self._requests),
-                dict(self._answers),
+                {verb.name: count for verb, count in self._requests.items()},
+                {status.name: count for status, count in self._answers.items()},
                 dict(self._stored),
                 self._errors,
                 sum(entry.receiver.late_pages for entry in self._classes.values()),
@@ -327,7 +327,8 @@ class PoolServer:
             if entry is not None:
                 with self._changed:
                     entry.users -= 1
-                    self._changed.notify_all()
+                    if entry.closing:
+                        self._changed.notify_all()
 
     # --- the verbs ----------------------------------------------------------------------------
 
@@ -393,13 +394,14 @@ class PoolServer:
 
     def _count(self, verb: Verb, answer: Answer | Refusal) -> None:
         status = answer.status if isinstance(answer, Refusal) else Status.OK
-        now = self._clock.monotonic()
         with self._changed:
-            self._requests[verb.name] += 1
-            self._answers[status.name] += 1
-            warn = status in (Status.REFUSED, Status.DAMAGED) and now >= self._warn_again
-            if warn:
+            self._requests[verb] += 1
+            self._answers[status] += 1
+        if isinstance(answer, Refusal) and status in (Status.REFUSED, Status.DAMAGED):
+            now = self._clock.monotonic()
+            with self._changed:
+                if now < self._warn_again:
+                    return
                 self._warn_again = now + WARN_S
-        if warn and isinstance(answer, Refusal):
             text = answer.text or "bits have flipped"
             log.warning("answer a member: verb=%s %s: %s", verb.name, status.name, text)
