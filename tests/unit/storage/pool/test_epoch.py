@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -16,7 +18,6 @@ import pytest
 from tests.support.clock import ManualClock
 from tierkv.storage.errors import ConfigError, FormatVersionError
 from tierkv.storage.pool.epoch import EPOCH_MAX, Epoch
-from tierkv.storage.tiers import nvme_layout
 
 WALL_MS = 1_700_000_000_000
 KILLS = 12
@@ -153,11 +154,11 @@ def test_stopped_at_every_step_of_writing(path: Path, monkeypatch: pytest.Monkey
 
         with monkeypatch.context() as patched:
             for owner, name in (
-                (nvme_layout.tempfile, "mkstemp"),
-                (nvme_layout.os, "fdopen"),
-                (nvme_layout.os, "fsync"),
-                (nvme_layout.os, "open"),
-                (nvme_layout.Path, "replace"),
+                (tempfile, "mkstemp"),
+                (os, "fdopen"),
+                (os, "fsync"),
+                (os, "open"),
+                (Path, "replace"),
             ):
                 real = getattr(owner, name)
                 patched.setattr(owner, name, lambda *args, real=real, **kw: step(real, *args, **kw))

@@ -157,6 +157,9 @@ def test_two_keys_of_one_fingerprint_are_not_both_added_and_removed(shelf: Shelf
     holdings.lost([one])
     delta = changes(holdings, 0)
     assert delta.added.tolist() == [fingerprint(one)] and delta.removed.size == 0
+    shelf.held.update((one, page_key(1)))
+    snapshot = holdings.snapshot().fingerprints.tolist()
+    assert snapshot == sorted([fingerprint(one), fingerprint(page_key(1))]), "ascending, each once"
 
 
 def test_snapshot_is_sorted_shared_and_read_only(shelf: Shelf) -> None:
