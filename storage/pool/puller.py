@@ -163,27 +163,40 @@ class Puller:
                 self._abandon(batch)
 
     def _pull(self, batch: _Batch) -> None:
-        link, started = self.link, self._reads.begin()
-        link.reads.begin()
+        """One batch, from the lease to its release."""
+        session = self.link.session()
+        if session is None:
+            self._give_up(batch, batch.mine, PullState.FAILED)
+            return
         borrow = Borrow(batch.mine, self._config.lease_s, self._clock)
+        grant, verdict = self._transfer(session, batch, borrow)
+        if verdict is not None:
+            landed = self._settle(batch, verdict)
+            self.link.count("pulled", landed)
+            self.link.count("pulled_bytes", landed * self._page_bytes)
+        if grant is not None and (batch.read is None or batch.read.done):
+            self._release(session, grant)
+
+    def _transfer(
+        self, session: Session, batch: _Batch, borrow: Borrow
+    ) -> tuple[LeaseGrant | None, Verdict | None]:
+        """Lease and read; the meters are told before anybody can see that the pages are here."""
+        meters = (self._reads, self.link.reads)
+        started = [meter.begin() for meter in meters]
         moved = 0
         try:
-            session = link.session()
-            grant = self._lease(session, batch, borrow) if session is not None else None
-            if session is None:
-                self._give_up(batch, batch.mine, PullState.FAILED)
-            if session is None or grant is None or not borrow.held:
-                return
+            grant = self._lease(session, batch, borrow)
+            if grant is None or not borrow.held:
+                return None, None
             outcomes = self._read(session, grant, borrow, batch)
-            if outcomes is not None:
-                moved = self._settle(batch, borrow.judge(outcomes)) * self._page_bytes
-                self._release(session, grant)
+            if outcomes is None:
+                return grant, None
+            verdict = borrow.judge(outcomes)
+            moved = len(verdict.arrived) * self._page_bytes
+            return grant, verdict
         finally:
-            self._reads.end(started, moved)
-            link.reads.end(started, moved)
-            if moved:
-                link.count("pulled", moved // self._page_bytes)
-                link.count("pulled_bytes", moved)
+            for meter, begun in zip(meters, started, strict=True):
+                meter.end(begun, moved)
 
     def _lease(self, session: Session, batch: _Batch, borrow: Borrow) -> LeaseGrant | None:
         """Ask for the pages; those that are not there are dealt with. None: nothing is held."""
@@ -229,7 +242,6 @@ class Puller:
         timeout_s = min(left_s, borrow.left_s, self._config.transfer_s)
         if timeout_s <= 0:
             self._give_up(batch, pulls, PullState.FAILED)
-            self._release(session, grant)
             return None
         views = [self._queue.view(pull) for pull in pulls]
         try:

@@ -1,0 +1,295 @@
+"""Nodes of a pool in this process: real transports on loopback addresses, real stores.
+
+Every node has an address of its own in 127/8, so tests that run at once do not meet. A transport
+may be wrapped in a Gate, which holds up or changes what a node reads and asks of its peers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.support.pages import put_store
+from tierkv.storage.clock import SystemClock
+from tierkv.storage.pool.config import Address, PoolConfig
+from tierkv.storage.pool.epoch import Epoch
+from tierkv.storage.pool.link import Link
+from tierkv.storage.pool.members import StaticMembership
+from tierkv.storage.pool.opening import transport_limits
+from tierkv.storage.pool.pool import Pool
+from tierkv.storage.pool.remote import PoolRemote
+from tierkv.storage.store import StoreConfig, TieredStore
+from tierkv.storage.tiers.host import HostTier
+from tierkv.storage.tiers.nvme import NvmeTier
+from tierkv.storage.transport.base import (
+    Handler,
+    PageRange,
+    Peer,
+    PeerIdentity,
+    PeerRead,
+    PeerStats,
+    Transport,
+    TransportStats,
+)
+from tierkv.storage.transport.tcp import TcpTransport
+from tierkv.storage.types import CommitOutcome, PageKey
+
+KEY = bytes(range(32))
+PORT = 7422
+PAGE_BYTES = 5000
+HOST_PAGES = 96
+WAIT_S = 30.0
+
+_hosts = itertools.count(1)
+
+
+def free_address() -> Address:
+    """A loopback address that nobody else in this or another process of the tests uses."""
+    pid, host = os.getpid(), next(_hosts)
+    return Address(f"127.{1 + pid // 250 % 250}.{1 + pid % 250}.{1 + host % 250}", PORT)
+
+
+class GatedPeer(Peer):
+    """A peer whose reads and messages pass the gate of their transport."""
+
+    def __init__(self, inner: Peer, gate: Gate) -> None:
+        self.inner = inner
+        self.address = inner.address
+        self.identity = inner.identity
+        self._gate = gate
+
+    @property
+    def transport(self) -> str:
+        return self.inner.transport
+
+    @property
+    def declined(self) -> Mapping[str, str]:
+        return self.inner.declined
+
+    def read(
+        self,
+        generation: int,
+        ranges: Sequence[PageRange],
+        into: Sequence[memoryview],
+        timeout_s: float,
+    ) -> PeerRead:
+        gate = self._gate
+        gate.reads += 1
+        if gate.before_read is not None:
+            gate.before_read(self)
+        if gate.open.is_set():
+            return self.inner.read(generation, ranges, into, timeout_s)
+        held = PeerRead(len(ranges))
+
+        def later() -> None:
+            gate.open.wait(WAIT_S)
+            read = self.inner.read(generation, ranges, into, WAIT_S)
+            held.settle(0, read.take(WAIT_S), read.error)
+
+        threading.Thread(target=later, name="test-gate", daemon=True).start()
+        return held
+
+    def message(self, payload: bytes, timeout_s: float) -> bytes:
+        if self._gate.before_message is not None:
+            self._gate.before_message(payload, timeout_s)
+        answer = self.inner.message(payload, timeout_s)
+        if self._gate.change_answer is not None:
+            return self._gate.change_answer(payload, answer)
+        return answer
+
+    def stats(self) -> PeerStats:
+        return self.inner.stats()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Gate(Transport):
+    """A transport that tests can hold up. What it is not told to change, it passes on."""
+
+    name = "gate"
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.boot_token = inner.boot_token
+        self.open = threading.Event()
+        self.open.set()
+        self.reads = 0
+        self.before_read: Callable[[GatedPeer], None] | None = None
+        self.before_message: Callable[[bytes, float], None] | None = None
+        self.change_answer: Callable[[bytes, bytes], bytes] | None = None
+        self.peers: list[GatedPeer] = []
+
+    @contextmanager
+    def stalled(self) -> Iterator[None]:
+        """Inside, reads that begin neither move nor fail."""
+        self.open.clear()
+        try:
+            yield
+        finally:
+            self.open.set()
+
+    def register(self, memory: memoryview) -> int:
+        return self.inner.register(memory)
+
+    def unregister(self, generation: int) -> None:
+        self.inner.unregister(generation)
+
+    def listen(self, host: str, port: int, handler: Handler) -> tuple[str, int]:
+        def handle(identity: PeerIdentity, payload: bytes) -> bytes:
+            return handler(identity, payload)
+
+        return self.inner.listen(host, port, handle)
+
+    def connect(self, host: str, port: int, timeout_s: float) -> Peer:
+        peer = GatedPeer(self.inner.connect(host, port, timeout_s), self)
+        self.peers.append(peer)
+        return peer
+
+    def stats(self) -> TransportStats:
+        return self.inner.stats()
+
+    def check(self) -> None:
+        self.inner.check()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class Node:
+    """One node of a test's pool."""
+
+    config: PoolConfig
+    pool: Pool
+    gate: Gate
+    store: TieredStore
+    remote: PoolRemote
+    stopped: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.config.own_name
+
+    def link(self, other: Node) -> Link:
+        """This node's link to another."""
+        return next(link for link in self.pool.links() if link.address == other.config.own_address)
+
+    def put(self, keys: Sequence[PageKey]) -> None:
+        assert put_store(self.store, keys) == [CommitOutcome.COMMITTED] * len(keys)
+
+    def check(self) -> None:
+        self.store.check()
+        self.pool.check()
+
+    def stop(self) -> None:
+        """Close pool and store, as a daemon does."""
+        if not self.stopped:
+            self.stopped = True
+            assert self.pool.close(WAIT_S)
+            self.store.close()
+
+
+@dataclass
+class Nodes:
+    """A test's pool. Closed with the block it is made in; checked unless the test failed."""
+
+    nodes: list[Node] = field(default_factory=list)
+
+    def __getitem__(self, index: int) -> Node:
+        return self.nodes[index]
+
+    def await_live(self) -> None:
+        """Wait until every node sees all the others live."""
+        running = [node for node in self.nodes if not node.stopped]
+        until(
+            lambda: all(
+                node.link(other).live for node in running for other in running if other is not node
+            ),
+            lambda: [link.problem for node in running for link in node.pool.links()],
+        )
+
+    def check(self) -> None:
+        for node in self.nodes:
+            if not node.stopped:
+                node.check()
+
+
+def start_node(
+    address: Address,
+    others: Sequence[Address],
+    *,
+    folder: Path | None = None,
+    host_pages: int = HOST_PAGES,
+    nvme_pages: int = 0,
+    epoch: Path | None = None,
+    arena: Path | None = None,
+    **changes: Any,
+) -> Node:
+    """A node that runs. `changes` go over its PoolConfig."""
+    clock = SystemClock()
+    settings: dict[str, Any] = {
+        "heartbeat_s": 0.02,
+        "suspect_s": 1.0,
+        "connect_s": 1.0,
+        "breaker_open_s": 0.5,
+        "rebalance_bytes_per_s": 0,
+        **changes,
+    }
+    config = PoolConfig(listen=address, members=tuple(others), key=KEY, **settings)
+    gate = Gate(TcpTransport(KEY, limits=transport_limits(config), clock=clock))
+    pool = Pool(config, gate, StaticMembership(config), Epoch(epoch, clock), clock)
+    pool.start()
+    store = TieredStore.open(
+        StoreConfig(
+            page_bytes=PAGE_BYTES,
+            host_bytes=HostTier.capacity_for(PAGE_BYTES, host_pages),
+            host_arena_path=arena,
+            nvme_root=folder if nvme_pages else None,
+            nvme_bytes=NvmeTier.capacity_for(PAGE_BYTES, nvme_pages) if nvme_pages else 0,
+            nvme_min_free_bytes=0,
+        )
+    )
+    remote = pool.attach(PAGE_BYTES)
+    store.attach_remote(remote)
+    return Node(config, pool, gate, store, remote)
+
+
+@contextmanager
+def running_nodes(count: int, **changes: Any) -> Iterator[Nodes]:
+    """`count` nodes that see each other live. Checked and closed at the end."""
+    addresses = [free_address() for _ in range(count)]
+    nodes = Nodes()
+    try:
+        for address in addresses:
+            others = [each for each in addresses if each != address]
+            nodes.nodes.append(start_node(address, others, **changes))
+        nodes.await_live()
+        yield nodes
+        nodes.check()
+    finally:
+        for node in nodes.nodes:
+            node.gate.open.set()
+        for node in nodes.nodes:
+            if not node.stopped:
+                node.pool.close(WAIT_S)
+                node.store.close()
+
+
+def until(condition: Callable[[], bool], otherwise: Callable[[], object]) -> None:
+    """Wait for a condition that nothing tells of; `otherwise` says what is there instead."""
+    deadline = time.monotonic() + WAIT_S
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, otherwise()
+        pause.wait(0.005)
