@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -653,3 +654,50 @@ def test_removing_a_page_size_waits_for_its_stores_and_frees_its_leases(
     assert holder.server.remove(PAGE_BYTES, WAIT_S)
     assert (leased(holder), reserved(holder)) == (0, 0)
     holder.peers["a"] = fast
+
+
+def test_h1_a_copy_that_could_begin_only_after_its_time_is_not_begun(
+    asker: PoolNode, holder: PoolNode, clock: ManualClock
+) -> None:
+    assert holder.server.remove(PAGE_BYTES, WAIT_S)
+
+    def open_slowly(_: int) -> Served:
+        clock.advance(20)
+        holder.server.add(holder.served)
+        return holder.served
+
+    holder.on_open = open_slowly
+    put_store(asker.store, page_keys(0))
+    assert store(asker, holder, *asker.offer(page_key(0))) == [FAILED]
+    assert holder.peers["a"].stats().bytes_read == 0
+
+
+def test_l2_slots_are_conserved_when_members_store_and_lease_at_once(
+    asker: PoolNode, holder: PoolNode
+) -> None:
+    print(f"seed={SEED}")
+    put_store(asker.store, page_keys(*range(8)))
+    offered = asker.offer(*page_keys(*range(8)))
+    rotten = offered[7]._replace(checksum=bytes(16))
+
+    def work(seed: int) -> list[StoreOutcome]:
+        rng, seen = random.Random(seed), []
+        for _ in range(25):
+            some = rng.sample([*offered[:7], rotten], rng.randint(1, 3))
+            seen += store(asker, holder, *some)
+            grant = lease(asker, holder, *(page.key for page in some))
+            if grant.lease:
+                assert asker.ask(holder, ReleaseAsk((grant.lease,))) == Released(1)
+            if rng.random() < 0.3:
+                holder.store.drop([rng.choice(some).key], TierName.HOST)
+        return seen
+
+    with ThreadPoolExecutor(4) as pool:
+        seen = sum(pool.map(work, range(SEED, SEED + 4)), [])
+    assert {COMMITTED, EXISTS, CORRUPT} <= set(seen) and FAILED not in seen
+    assert (leased(holder), reserved(holder)) == (0, 0)
+    assert not holder.holds(page_key(7))
+    stored = holder.server.stats().stored
+    assert sum(stored.values()) == len(seen)
+    for number in range(7):
+        holder.holds(page_key(number))
