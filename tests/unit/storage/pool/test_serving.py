@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -693,7 +694,7 @@ def test_l2_slots_are_conserved_when_members_store_and_lease_at_once(
         return seen
 
     with ThreadPoolExecutor(4) as pool:
-        seen = sum(pool.map(work, range(SEED, SEED + 4)), [])
+        seen = [*chain.from_iterable(pool.map(work, range(SEED, SEED + 4)))]
     assert {COMMITTED, EXISTS, CORRUPT} <= set(seen) and FAILED not in seen
     assert (leased(holder), reserved(holder)) == (0, 0)
     assert not holder.holds(page_key(7))
