@@ -493,6 +493,10 @@ class PageStore(ABC):
         What a remote tier holds is what is known of it: a fetch says what is true.
         """
 
+    def lookup_here(self, keys: Sequence[PageKey]) -> list[bool]:
+        """Whether each page is in a tier of this node. No side effects."""
+        return [tier not in (None, TierName.REMOTE) for tier in self.lookup(keys)]
+
     @abstractmethod
     def reserve(self, count: int, owner: int = 0) -> StoreReservation:
         """Take up to `count` host slots to fill, evicting colder pages when needed.

@@ -18,7 +18,7 @@ from tierkv.engine.serve.engine_config import EngineStats
 from tierkv.engine.serve.offload import OffloadStats
 from tierkv.engine.serve.request import RequestOutput
 from tierkv.engine.serve.restore import RestoreStats
-from tierkv.storage.base import MoverStats, StoreStats, TierStats
+from tierkv.storage.base import MoverStats, RemoteStats, StoreStats, TierStats
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -124,6 +124,8 @@ class _EngineCollector(Collector):
         if stats.store is not None:
             yield from _tier_metrics(stats.store)
             yield from _mover_metrics(stats.store.mover)
+            if stats.store.remote is not None:
+                yield from _remote_metrics(stats.store.remote)
 
 
 def _engine_gauges(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
@@ -246,3 +248,35 @@ def _mover_metrics(mover: MoverStats) -> Iterator[Metric]:
         for source, rate in rates.items():
             gauge.add_metric([source.value], rate)
         yield gauge
+    for verb, latencies in (("read", mover.read_latency_s), ("write", mover.write_latency_s)):
+        gauge = GaugeMetricFamily(
+            f"tierkv_mover_{verb}_latency_seconds", f"Estimated time of one {verb}", labels=["tier"]
+        )
+        for source, latency in latencies.items():
+            gauge.add_metric([source.value], latency)
+        yield gauge
+
+
+def _remote_metrics(remote: RemoteStats) -> Iterator[Metric]:
+    for name, text, value in (
+        ("queued_pages", "Pages waiting to be brought", remote.queued),
+        ("running_pages", "Pages being brought", remote.running),
+        ("known_pages", "Pages known to be elsewhere", remote.known_pages),
+        ("pushes_queued_pages", "Pages to be copied to others", remote.pushes_queued),
+        ("degraded_state", "1 when it cannot serve", remote.degraded is not None),
+    ):
+        yield GaugeMetricFamily(f"tierkv_remote_{name}", text, float(value))
+    for name, text, value in (
+        ("landed_pages", "Pages brought and found sound", remote.landed),
+        ("missed_pages", "Pages that nobody had", remote.missed),
+        ("corrupt_pages", "Pages that arrived damaged", remote.corrupt),
+        ("failed_pages", "Pages that did not arrive in time or at all", remote.failed),
+        ("cancelled_pages", "Pages nobody wanted any more", remote.cancelled),
+        ("refused_pages", "Pages not asked for, the queue being full", remote.refused),
+        ("pushed_pages", "Copies that others acknowledged", remote.pushed),
+        ("push_duplicate_pages", "Copies of pages that were there", remote.push_duplicates),
+        ("push_dropped_pages", "Copies not queued, the queue being full", remote.push_dropped),
+        ("push_failed_pages", "Copies that failed", remote.push_failed),
+        ("worker_restarts", "Worker threads started again", remote.worker_restarts),
+    ):
+        yield CounterMetricFamily(f"tierkv_remote_{name}", text, value)

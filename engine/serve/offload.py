@@ -35,7 +35,7 @@ class OffloadStats:
     copied: int
     """Committed to the store."""
     present: int
-    """Evicted without a copy: a lower tier had them already."""
+    """Evicted without a copy: a lower tier of this node had them already."""
     dropped: int
     """Not copied: no room below, too many copies under way, or not used often enough."""
     failed: int
@@ -239,9 +239,11 @@ class Offload:
         return not selective or hit_count >= self._selective_hits
 
     def _missing(self, keys: Sequence[PageKey]) -> list[int]:
-        """Indexes of keys that no lower tier holds."""
-        tiers = self._store.lookup(keys)
-        return [i for i, tier in enumerate(tiers) if tier is None]
+        """Indexes of keys that no lower tier of this node holds.
+
+        What only others hold is copied all the same: they may be gone when it is wanted.
+        """
+        return [i for i, here in enumerate(self._store.lookup_here(keys)) if not here]
 
     def _lock_again(self, hold: NodeRef) -> NodeRef:
         size = self._cache.page_tokens

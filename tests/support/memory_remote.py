@@ -105,7 +105,7 @@ class MemoryRemote(Remote):
         self._batch = batch
         self._copies = copies
         self._known: set[PageKey] = set()
-        self._released = threading.Event()
+        self._released = threading.Condition()
         self._pushed = threading.Condition()
         self._offers: deque[PageKey] = deque()
         self._pushing = 0
@@ -116,14 +116,14 @@ class MemoryRemote(Remote):
 
     def stall(self) -> None:
         """Hold every pull that begins from now on, until release()."""
-        self._released.clear()
         self.every = Fault.STALL
 
     def release(self) -> None:
         """Let everything that is held go on, and hold nothing more."""
         self.every = None if self.every is Fault.STALL else self.every
         self.faults = {k: fault for k, fault in self.faults.items() if fault is not Fault.STALL}
-        self._released.set()
+        with self._released:
+            self._released.notify_all()
 
     # --- the contract ---
 
@@ -240,7 +240,11 @@ class MemoryRemote(Remote):
         started = self._reads.begin()
         fault = self.faults.get(pull.key, self.every)
         if fault is Fault.STALL:
-            assert self._released.wait(GATE_TIMEOUT_S), "a test did not release its remote"
+            with self._released:
+                released = self._released.wait_for(
+                    lambda: self.faults.get(pull.key, self.every) is not Fault.STALL, GATE_TIMEOUT_S
+                )
+            assert released, "a test did not release its remote"
         page = None if fault is Fault.MISS else self.medium.get(pull.key)
         good = page is not None and fault is not Fault.FAIL
         if page is not None and good:
