@@ -125,7 +125,7 @@ class Promoter:
         ]
         if self._lower is not None and self._breaker.closed:
             _fill(found, keys, self._lower.holds, self._lower.tier.name)
-        if not here:
+        if self._neighbours.attached and not here:
             _fill(found, keys, self._neighbours.holds, TierName.REMOTE)
         return found
 
