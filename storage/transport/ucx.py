@@ -2,7 +2,8 @@
 
 Owns a node's end: what library, network device and settings there are, the server that answers,
 the peers that were connected. Parts: ucx_server.py answers, ucx_peer.py and ucx_lane.py ask,
-ucx_wire.py is what they say, ucx_address.py says whom to, ucx_library.py is the binding.
+ucx_wire.py is what they say, ucx_address.py whom to; ucx_library.py is what they need of a
+binding, ucx_ucxx.py and ucx_py.py are the two.
 Invariants: UCX listens on the one network device that has the node's address, never on all; who
 does not know the offer, which travels over the authenticated control channel only, is not
 answered; no address of a peer reaches UCX unchecked on tcp. Called by planes.py.
@@ -14,8 +15,11 @@ UCX. Page bytes are not encrypted; messages that ask and answer carry a proof.
 from __future__ import annotations
 
 import atexit
+import importlib
+import os
 import secrets
 import threading
+from types import ModuleType
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import ConfigError, TierClosedError, TierIOError
@@ -28,9 +32,11 @@ from tierkv.storage.transport.ucx_address import (
     device_of,
 )
 from tierkv.storage.transport.ucx_lane import Lane
-from tierkv.storage.transport.ucx_library import UcxLibrary, load_library
+from tierkv.storage.transport.ucx_library import UcxLibrary
 from tierkv.storage.transport.ucx_peer import UcxPeer
+from tierkv.storage.transport.ucx_py import UcxPyLibrary
 from tierkv.storage.transport.ucx_server import UcxServer, UcxServerStats
+from tierkv.storage.transport.ucx_ucxx import UcxxLibrary
 from tierkv.storage.transport.ucx_wire import (
     SECRET_BYTES,
     SLOT_BITS,
@@ -73,13 +79,7 @@ class UcxPlane(DataPlane):
         self._limits = limits
         self._clock = clock
         self._library = load_library() if library is None else library
-        self._options = {
-            "TLS": transports,
-            "NET_DEVICES": devices or device,
-            "TCP_AF_PRIO": "inet" if len(packed) == 4 else "inet6",
-            "TCP_TX_SEG_SIZE": SEGMENT,
-            "TCP_RX_SEG_SIZE": SEGMENT,
-        }
+        self._options = _options(transports, devices or device, packed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
         try:
             worker = self._library.open_worker(self._options, request_bytes_max(limits.read_pages))
@@ -111,10 +111,10 @@ class UcxPlane(DataPlane):
     def register(self, memory: memoryview, generation: int) -> None:
         if not memory.c_contiguous or not memory.nbytes:
             raise TierIOError("register memory with ucx: expected contiguous memory")
-        if len(self._server.sizes()) >= self._limits.memories:
+        taken = len(self._server.sizes())
+        if taken >= _memories_max(self._limits):
             raise TierIOError(
-                f"register memory with ucx: {self._limits.memories} are registered, no more are "
-                "taken"
+                f"register memory with ucx: {taken} are registered, no more are taken"
             )
         self._server.register(memory.cast("B"), generation)
 
@@ -153,7 +153,7 @@ class UcxPlane(DataPlane):
     def _read_offer(self, raw: bytes) -> Offer:
         if len(raw) > OFFER_BYTES_MAX:
             raise TierIOError(f"ucx offer: expected at most {OFFER_BYTES_MAX} bytes")
-        offer = unpack_offer(raw, self._limits.memories)
+        offer = unpack_offer(raw, _memories_max(self._limits))
         if offer.version != self._library.version:
             ours, theirs = (".".join(map(str, v)) for v in (self._library.version, offer.version))
             raise TierIOError(f"it has UCX {theirs}, this node {ours}; install the same")
@@ -182,3 +182,55 @@ class UcxPlane(DataPlane):
             peer.close()
         self._server.close()
         atexit.unregister(self.close)
+
+
+def tcp_options(host: str) -> dict[str, str]:
+    """The UCX settings of a plane on this address. ConfigError."""
+    device, packed = device_of(host)
+    return _options(TCP, device, packed)
+
+
+def _options(transports: str, devices: str, host: bytes) -> dict[str, str]:
+    return {
+        "TLS": transports,
+        "NET_DEVICES": devices,
+        "TCP_AF_PRIO": "inet" if len(host) == 4 else "inet6",
+        "TCP_TX_SEG_SIZE": SEGMENT,
+        "TCP_RX_SEG_SIZE": SEGMENT,
+    }
+
+
+def _memories_max(limits: TransportLimits) -> int:
+    """One more than the limit: planes.py has a memory of its own, to prove who is read."""
+    return limits.memories + 1
+
+
+def load_library() -> UcxLibrary:
+    """ucxx, else ucx-py. ConfigError when neither can be imported."""
+    reasons = []
+    try:
+        return UcxxLibrary(import_quietly("ucxx._lib.libucxx"), import_quietly("ucxx._lib.arr"))
+    except (ImportError, OSError) as error:
+        reasons.append(f"ucxx: {error}")
+    try:
+        return UcxPyLibrary(import_quietly("ucp._libs.ucx_api"), import_quietly("ucp._libs.arr"))
+    except (ImportError, OSError) as error:
+        reasons.append(f"ucp: {error}")
+    raise ConfigError(
+        f"start the ucx plane: no UCX library can be imported ({'; '.join(reasons)}); "
+        "install tierkv[ucx] or take ucx out of the configured planes"
+    )
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import, and take back what the import wrote to the environment: NIXL's own UCX and child
+    processes would inherit its settings."""
+    before = dict(os.environ)
+    try:
+        return importlib.import_module(name)
+    finally:
+        for key in set(os.environ) - set(before):
+            del os.environ[key]
+        for key, value in before.items():
+            if os.environ.get(key) != value:
+                os.environ[key] = value

@@ -29,10 +29,12 @@ from tierkv.storage.transport.ucx_wire import (
     unpack_result,
 )
 
+TAGS = 1 << TAG_BITS
+
 
 def tag_of(nonce: int, number: int, slot: int) -> int:
     """Tag of message `slot` of read `number`; see ucx_wire.py."""
-    return (nonce + (number << SLOT_BITS) + slot) % (1 << TAG_BITS)
+    return (nonce + (number << SLOT_BITS) + slot) % TAGS
 
 
 @dataclass(slots=True, eq=False)
@@ -107,16 +109,14 @@ class Lane:
         """Ask for pages; each is received straight into its view. TierIOError: abort the lane."""
         self._number += 1
         number = self._number
+        request = ReadRequest(self._lane, number, generation, timeout_s, ranges)
+        # Asked first, received next: nothing arrives before the next progress(), so that no page
+        # ever waits in memory of UCX's own, and the peer works meanwhile.
+        self._send(pack_read(self._secret, request))
         raw = bytearray(result_bytes(len(ranges)))
-        receives: list[UcxRequest] = []
-        transfer = Transfer(number, receives, self._receive(raw, number, 0), raw)
-        # Before the request, so that no page ever waits in memory of UCX's own.
-        for slot, view in enumerate(views, 1):
-            receives.append(self._receive(view, number, slot))
-        self._send(
-            pack_read(self._secret, ReadRequest(self._lane, number, generation, timeout_s, ranges))
-        )
-        return transfer
+        result = self._receive(raw, number, 0)
+        receives = [self._receive(view, number, slot) for slot, view in enumerate(views, 1)]
+        return Transfer(number, receives, result, raw)
 
     def _receive(self, into: bytearray | memoryview, number: int, slot: int) -> UcxRequest:
         request = self.worker.receive(self._endpoint, into, tag_of(self._nonce, number, slot))
@@ -126,24 +126,22 @@ class Lane:
     def collect(self, transfer: Transfer) -> list[PageOutcome] | None:
         """Outcomes of a read all of whose messages are there; None while some are not.
 
-        TierIOError when the peer broke it off, so that some may never come: abort the lane.
+        TierIOError when the peer does not keep to what was agreed: abort the lane.
         """
-        if not transfer.result.done:
+        receives = transfer.receives
+        # Pages come in about the order they were asked for, so the last one is the one to ask.
+        if not (receives[-1].done and transfer.result.done and all(r.done for r in receives)):
             return None
         self._check(transfer.result)
         outcomes = unpack_result(
             self._secret, bytes(transfer.raw_result), self._lane, transfer.number
         )
-        if len(outcomes) != len(transfer.receives):
+        if len(outcomes) != len(receives):
             raise TierIOError(f"ucx result: {len(outcomes)} outcomes for other pages")
-        for at, (outcome, receive) in enumerate(zip(outcomes, transfer.receives, strict=True)):
-            if not receive.done:
-                if outcome is PageOutcome.FAILED:
-                    raise TierIOError("the peer could not send all pages")
-                return None
-            if outcome is PageOutcome.OK and receive.failure() is not None:
+        for at, receive in enumerate(receives):
+            if outcomes[at] is PageOutcome.OK and receive.failure() is not None:
                 outcomes[at] = PageOutcome.FAILED
-        finished = {id(request) for request in (*transfer.receives, transfer.result)}
+        finished = {id(request) for request in (*receives, transfer.result)}
         self._posted = [request for request in self._posted if id(request) not in finished]
         return outcomes
 

@@ -16,6 +16,7 @@ is asked for again on the next. Called by ucx.py.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import traceback
 from collections import deque
@@ -100,6 +101,8 @@ class UcxPeer(PlanePeer):
         self._greeted = False
         self._broken: str | None = None
         self._open = 0
+        self._due = math.inf
+        """No read has an earlier deadline."""
         self._closing = False
         self._outcomes = dict.fromkeys(PageOutcome, 0)
         self._bytes = self._rejected = self._restarts = 0
@@ -149,6 +152,7 @@ class UcxPeer(PlanePeer):
             outcome, refusal = self._answer_locked(generation, ranges)
             if outcome is None:
                 self._open += 1
+                self._due = min(self._due, job.deadline)
                 self._queue.append(job)
             else:
                 self._outcomes[outcome] += len(ranges)
@@ -205,6 +209,7 @@ class UcxPeer(PlanePeer):
             assert queued + posted <= self._open <= self._limits.queued_reads
             assert posted <= POSTED_MAX
             assert all(job.transfer is None for job in self._queue)
+            assert all(self._due <= job.deadline for job in (*self._queue, *self._posted))
             assert all(job.transfer is not None for job in self._posted)
             assert self._open == 0 or self._thread.is_alive(), "reads that nobody will end"
 
@@ -239,23 +244,18 @@ class UcxPeer(PlanePeer):
         self._waker.close()
 
     def _turn(self) -> None:
-        """One round: begin what can begin, move bytes, end what is complete."""
+        """One round: begin what can begin, move bytes, end what is complete, else sleep."""
         now = self._clock.monotonic()
-        self._expire(now)
+        if self._due <= now:
+            self._expire(now)
         lane = self._lane
         if lane is None and (self._queue or self._wanted):
             lane = self._open_lane(now)
-        if lane is not None and lane.poll_ready():
-            self._lane_ready = True
-            self._post(lane, now)
         if lane is None:
             self._waker.wait(None, IDLE_WAIT_S)
-        elif not lane.worker.progress():
-            lane.worker.take_messages()
-            if self._waker.wait(lane.worker, self._pause(now, lane)):
-                lane.worker.progress()
-        if lane is None:
             return
+        self._advance(lane, now)
+        moved = lane.worker.progress()
         for job in list(self._posted):
             assert job.transfer is not None
             outcomes = lane.collect(job.transfer)
@@ -263,7 +263,34 @@ class UcxPeer(PlanePeer):
                 self._end(job, outcomes, None)
         if not lane.alive:
             raise TierIOError("connection lost")
-        self._retire()
+        if not moved:
+            self._rest(lane, now)
+
+    def _advance(self, lane: Lane, now: float) -> None:
+        """Ask for what is queued, once the lane was greeted."""
+        if self._lane_ready:
+            if self._queue:
+                self._post(lane, now)
+        elif lane.poll_ready():
+            with self._changed:
+                self._lane_ready = self._greeted = True
+                self._changed.notify_all()
+            self._post(lane, now)
+        elif self._lane_due <= now:
+            raise TierIOError(f"no answer to the greeting in {self._limits.handshake_s:g} s")
+
+    def _rest(self, lane: Lane, now: float) -> None:
+        """Sleep until there is something to do."""
+        lane.worker.take_messages()
+        if self._posted or not self._lane_ready:
+            pause_s = min(BUSY_WAIT_S, self._due - now)
+        elif now - self._lane_used > self._limits.idle_s / 2:
+            # Before the peer does.
+            self._drop_lane()
+            return
+        else:
+            pause_s = IDLE_WAIT_S
+        self._waker.wait(lane.worker, pause_s)
 
     def _open_lane(self, now: float) -> Lane:
         self._wanted = False
@@ -275,10 +302,6 @@ class UcxPeer(PlanePeer):
         return self._lane
 
     def _post(self, lane: Lane, now: float) -> None:
-        if not self._greeted:
-            with self._changed:
-                self._greeted = True
-                self._changed.notify_all()
         while len(self._posted) < POSTED_MAX:
             with self._changed:
                 if not self._queue:
@@ -292,14 +315,6 @@ class UcxPeer(PlanePeer):
                 self._queue.popleft()
                 job.transfer = transfer
                 self._posted.append(job)
-
-    def _pause(self, now: float, lane: Lane) -> float:
-        """How long the thread may sleep."""
-        with self._changed:
-            due = [job.deadline for job in (*self._posted, *self._queue)]
-        if not lane.poll_ready():
-            due.append(self._lane_due)
-        return min(BUSY_WAIT_S, min(due) - now) if due else IDLE_WAIT_S
 
     def _expire(self, now: float) -> None:
         """End what is past its deadline. A posted read costs the lane."""
@@ -317,15 +332,9 @@ class UcxPeer(PlanePeer):
                     # The lane did not break under it: that attempt does not count.
                     job.attempts -= 1
                     self._requeue(job)
-        lane = self._lane
-        if lane is not None and not lane.poll_ready() and self._lane_due <= now:
-            raise TierIOError(f"no answer to the greeting in {self._limits.handshake_s:g} s")
-
-    def _retire(self) -> None:
-        """Drop a lane that nobody used for long, before the peer does."""
-        idle_s = self._clock.monotonic() - self._lane_used
-        if not self._posted and self._lane_ready and idle_s > self._limits.idle_s / 2:
-            self._drop_lane()
+        with self._changed:
+            left = [job.deadline for job in (*self._queue, *self._posted)]
+            self._due = min(left, default=math.inf)
 
     def _break_lane(self, reason: str) -> None:
         """The lane, or the attempt to open one, has failed. Reads that may succeed on another

@@ -4,8 +4,11 @@ Owns one worker, one thread, the registered memories, and a lane for each reader
 The thread alone touches UCX. Invariants: nothing is sent to anybody, and no endpoint is made,
 before a message's proof was checked; ranges are checked against the memory before they are read;
 a memory has a use count of the reads that are sending from it, and unregister() returns only
-when it is 0; a page is called OK only when its memory was still registered after it was sent;
-reads and lanes are bounded, and end at their deadlines. Called by ucx.py.
+when it is 0; reads and lanes are bounded, and end at their deadlines. Called by ucx.py.
+
+A page is called OK before it is sent. That is sound because its memory stays registered, whatever
+unregister() was asked, until UCX has let go of the page: either all of it was sent, or the lane was
+aborted, and then the reader's receive never completes.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ import logging
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, TransportLimits
 from tierkv.storage.transport.ucx_address import Addresses
-from tierkv.storage.transport.ucx_lane import tag_of
+from tierkv.storage.transport.ucx_lane import TAGS, tag_of
 from tierkv.storage.transport.ucx_library import UcxEndpoint, UcxRequest, UcxWorker, Waker
 from tierkv.storage.transport.ucx_wire import (
     MARKER,
@@ -57,22 +60,22 @@ class UcxServerStats:
 
 @dataclass(slots=True, eq=False)
 class _Sending:
-    """A read that is being answered."""
+    """A read that is being answered, or a greeting."""
 
-    number: int
     generation: int
-    outcomes: list[PageOutcome]
-    sends: list[UcxRequest]
-    bytes_out: int
-    deadline: float
     holds: bool
     """Counts in the use count of its memory."""
+    deadline: float
+    sends: list[UcxRequest] = field(default_factory=list)
+    bytes_out: int = 0
+    ok: int = 0
+    gone: int = 0
 
 
 class _Lane:
     """A reader that greeted."""
 
-    __slots__ = ("doomed", "endpoint", "lane", "nonce", "results", "sendings", "used")
+    __slots__ = ("doomed", "endpoint", "lane", "nonce", "sendings", "used")
 
     def __init__(self, lane: bytes, nonce: int, endpoint: UcxEndpoint, used: float) -> None:
         self.lane = lane
@@ -80,7 +83,6 @@ class _Lane:
         self.endpoint = endpoint
         self.used = used
         self.sendings: list[_Sending] = []
-        self.results: list[tuple[UcxRequest, float]] = []
         self.doomed = False
         """Aborted; it goes when its requests are done."""
 
@@ -176,7 +178,6 @@ class UcxServer:
                         held[sending.generation] = held.get(sending.generation, 0) + 1
             assert held == self._uses, (held, self._uses)
             assert len(self._lanes) <= self._limits.peer_connections
-            assert len(self._memories) <= self._limits.memories
             assert self._closing or self._thread.is_alive(), "nobody answers"
 
     def close(self) -> None:
@@ -226,7 +227,7 @@ class UcxServer:
             self._reaped = now
             self._reap(now)
         if not moved:
-            busy = any(lane.sendings or lane.results for lane in self._lanes.values())
+            busy = any(lane.sendings for lane in self._lanes.values())
             self._waker.wait(self._worker, BUSY_WAIT_S if busy else IDLE_WAIT_S)
 
     def _take(self, raw: bytes, now: float) -> None:
@@ -246,12 +247,21 @@ class UcxServer:
         if hello.lane in self._lanes:
             raise TierIOError("ucx greeting: of a lane that is there")
         if len(self._lanes) >= self._limits.peer_connections:
+            # Some may be of readers that are gone.
+            self._reap(now)
+            self._advance_all(now)
+        if len(self._lanes) >= self._limits.peer_connections:
             raise TierIOError(f"ucx greeting: {len(self._lanes)} lanes are open, no more are taken")
         endpoint = self._worker.connect(self._addresses.build(hello.address))
         lane = _Lane(hello.lane, hello.nonce, endpoint, now)
+        greeting = _Sending(0, holds=False, deadline=now + self._limits.handshake_s)
         with self._changed:
             self._lanes[hello.lane] = lane
-        self._answer(lane, 0, [], now)
+            lane.sendings.append(greeting)
+        try:
+            greeting.sends.append(self._answer(lane, 0, []))
+        except TierIOError as error:
+            self._doom(lane, str(error))
 
     def _begin(self, request: ReadRequest, now: float) -> None:
         lane = self._lanes.get(request.lane)
@@ -267,13 +277,9 @@ class UcxServer:
             if memory is not None:
                 self._uses[generation] = self._uses.get(generation, 0) + 1
             sending = _Sending(
-                number=request.number,
-                generation=generation,
-                outcomes=[],
-                sends=[],
-                bytes_out=0,
-                deadline=now + min(request.timeout_s, self._limits.wait_s) + GRACE_S,
+                generation,
                 holds=memory is not None,
+                deadline=now + min(request.timeout_s, self._limits.wait_s) + GRACE_S,
             )
             lane.sendings.append(sending)
         try:
@@ -285,45 +291,46 @@ class UcxServer:
         self, lane: _Lane, sending: _Sending, memory: memoryview | None, request: ReadRequest
     ) -> None:
         """Begin to send each page, straight from the memory, or the marker in its place."""
-        for slot, (offset, length) in enumerate(request.ranges, 1):
-            data: bytes | memoryview = MARKER
-            outcome = PageOutcome.GONE
-            if memory is not None:
-                inside = 0 < length <= self._limits.page_bytes
-                inside = inside and offset + length <= memory.nbytes
-                outcome = PageOutcome.OK if inside else PageOutcome.FAILED
-                if inside:
-                    data = memory[offset : offset + length]
-                    sending.bytes_out += length
-            tag = tag_of(lane.nonce, request.number, slot)
-            sending.sends.append(self._worker.send(lane.endpoint, data, tag))
-            sending.outcomes.append(outcome)
+        outcomes: list[PageOutcome] = []
+        pages: list[bytes | memoryview] = []
+        for offset, length in request.ranges:
+            inside = memory is not None and 0 < length <= self._limits.page_bytes
+            if memory is None or not inside or offset + length > memory.nbytes:
+                outcomes.append(PageOutcome.GONE if memory is None else PageOutcome.FAILED)
+                pages.append(MARKER)
+                continue
+            outcomes.append(PageOutcome.OK)
+            pages.append(memory[offset : offset + length])
+            sending.bytes_out += length
+        sending.ok = outcomes.count(PageOutcome.OK)
+        sending.gone = outcomes.count(PageOutcome.GONE)
+        sending.sends.append(self._answer(lane, request.number, outcomes))
+        tag = tag_of(lane.nonce, request.number, 0)
+        for slot, page in enumerate(pages, 1):
+            sending.sends.append(self._worker.send(lane.endpoint, page, (tag + slot) % TAGS))
 
     def _advance_all(self, now: float) -> None:
         for lane in list(self._lanes.values()):
             self._advance(lane, now)
-            if lane.doomed and not lane.sendings and not lane.results:
+            if lane.doomed and not lane.sendings:
                 with self._changed:
                     del self._lanes[lane.lane]
 
     def _advance(self, lane: _Lane, now: float) -> None:
         """End what was sent, give up what was not taken in time."""
-        lane.results = [entry for entry in lane.results if not entry[0].done]
-        late = any(due <= now for _, due in lane.results)
         for sending in list(lane.sendings):
             failure: str | None = None
             while sending.sends and sending.sends[-1].done:
                 failure = sending.sends.pop().failure() or failure
-            if failure is not None and not lane.doomed:
+            if failure is not None:
                 self._doom(lane, failure)
             if not sending.sends:
-                self._finish(lane, sending, now)
-            late = late or (bool(sending.sends) and sending.deadline <= now)
-        if late and not lane.doomed:
-            self._doom(lane, "the reader did not take its pages in time")
+                self._finish(lane, sending)
+            elif sending.deadline <= now:
+                self._doom(lane, "the reader did not take its pages in time")
 
-    def _finish(self, lane: _Lane, sending: _Sending, now: float) -> None:
-        """All of a read was sent, or will not be: let go of the memory, tell the reader."""
+    def _finish(self, lane: _Lane, sending: _Sending) -> None:
+        """All of a read was sent, or will not be: let go of the memory."""
         with self._changed:
             lane.sendings.remove(sending)
             if sending.holds:
@@ -331,24 +338,14 @@ class UcxServer:
                 if not self._uses[sending.generation]:
                     del self._uses[sending.generation]
                     self._changed.notify_all()
-                if sending.generation not in self._memories:
-                    # It went while it was being sent: what arrived may be of anything.
-                    sending.outcomes = [PageOutcome.GONE] * len(sending.outcomes)
-            good = sending.outcomes.count(PageOutcome.OK)
             if not lane.doomed:
-                self._counts["pages"] += good
-                self._counts["bytes"] += sending.bytes_out if good else 0
-                self._counts["gone"] += sending.outcomes.count(PageOutcome.GONE)
-        if not lane.doomed:
-            try:
-                self._answer(lane, sending.number, sending.outcomes, now)
-            except TierIOError as error:
-                self._doom(lane, str(error))
+                self._counts["pages"] += sending.ok
+                self._counts["bytes"] += sending.bytes_out
+                self._counts["gone"] += sending.gone
 
-    def _answer(self, lane: _Lane, number: int, outcomes: list[PageOutcome], now: float) -> None:
+    def _answer(self, lane: _Lane, number: int, outcomes: list[PageOutcome]) -> UcxRequest:
         message = pack_result(self._secret, lane.lane, number, outcomes)
-        request = self._worker.send(lane.endpoint, message, tag_of(lane.nonce, number, 0))
-        lane.results.append((request, now + self._limits.io_s))
+        return self._worker.send(lane.endpoint, message, tag_of(lane.nonce, number, 0))
 
     def _reap(self, now: float) -> None:
         """End lanes whose reader is gone, idle for long, or in the way of unregister()."""

@@ -16,7 +16,7 @@ and ucx_server.py.
 
 A lane is one connection of a reader. Message k of read n has the tag nonce + n * 2^20 + k: 0 is
 the RESULT, page i comes as k = i + 1. Each page that was asked for gets exactly one message: its
-bytes, or one byte when it is not sent. Only the RESULT says which.
+bytes, or an empty one when it is not sent. Only the RESULT, which is sent first, says which.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ SECRET_BYTES = 32
 LANE_BYTES = 16
 PROOF_BYTES = 32
 SLOT_BITS = 20
-MARKER = b"\0"
-"""In the place of a page that is not sent."""
+MARKER = b""
+"""In the place of a page that is not sent: ends the receive, and leaves its memory alone."""
 
 _OFFER = struct.Struct("<6sHHH32sHH")
 _MAGIC = b"TKVUCX"
