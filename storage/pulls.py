@@ -23,6 +23,8 @@ from tierkv.storage.remote import FINAL, Pull, PullState
 from tierkv.storage.types import CommitOutcome
 
 WATCH_STOP_S = 5.0
+BATCH_PAGES_MIN = 4
+"""What one of several workers takes at least, if there is so much."""
 
 
 class _Lane:
@@ -72,12 +74,13 @@ class PullQueue:
             self._watch_deadlines([pull for _, pull in taken])
             return len(taken)
 
-    def take(self, lane: str, count: int, timeout_s: float) -> list[Pull]:
+    def take(self, lane: str, count: int, timeout_s: float, *, workers: int = 1) -> list[Pull]:
         """Up to `count` pulls of a lane, RUNNING from now on; waits for the first at most
         `timeout_s`. Empty past it, after wake() and when the queue closes.
 
-        Their times left differ by no more than a factor of two, so that what is asked for
-        together can be given up together.
+        `workers` of the lane share what is queued: each takes its part, if that is not too small
+        to be worth a batch. The times left of a batch's pulls differ by no more than a factor of
+        two, so that what is asked for together can be given up together.
         """
         with self._lock:
             waited = self._lane(lane)
@@ -90,7 +93,8 @@ class PullQueue:
                 )
             finally:
                 waited.waiting -= 1
-            taken, late = self._cut_batch(waited.pulls, count)
+            part = max(BATCH_PAGES_MIN, -(-len(waited.pulls) // workers))
+            taken, late = self._cut_batch(waited.pulls, min(count, part))
             self._drop_if_idle(lane)
         for pull in late:
             self.end(pull, PullState.FAILED)

@@ -91,7 +91,7 @@ class Copies:
             return
         if not any(link.live for link in self._members.links()):
             # Rebalancing finds what is missing once somebody is there.
-            self._unmade += len(keys)
+            self._count_unmade(len(keys), False)
             return
         rules = self._config
         with self._changed:

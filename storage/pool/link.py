@@ -140,6 +140,9 @@ class Link:
         self._peer: Peer | None = None
         self._token = b""
         self._heard = 0.0
+        self._live_since = 0.0
+        self._told = ""
+        """The reason that was logged last, so that it is logged once."""
         self._greet_due = False
         self._hurry = False
         self._pause_s = PAUSE_S_MIN
@@ -289,7 +292,10 @@ class Link:
         except TierError as error:
             self._lose(str(error), LinkState.CONNECTING)
         if self._state is LinkState.LIVE:
-            self._pause_s = PAUSE_S_MIN
+            if self._clock.monotonic() - self._live_since > self._config.suspect_s:
+                # What comes and goes at once is neither tried nor told of without pause.
+                self._pause_s = PAUSE_S_MIN
+                self._told = ""
             return 0.0 if self._greet_due else self._config.heartbeat_s
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_S_MAX)
         return pause_s
@@ -350,6 +356,8 @@ class Link:
             if not closed:
                 self._state = LinkState.LIVE
                 self.problem = None
+                if was is not LinkState.LIVE:
+                    self._live_since = self._clock.monotonic()
         if not closed and was is not LinkState.LIVE:
             log.info("link=%s member=%s epoch=%d live", self.lane, self.name, self.epoch)
             self._owner.link_changed(self)
@@ -424,7 +432,7 @@ class Link:
             was = self._state
             if was is LinkState.CLOSED:
                 return
-            told = self.problem == reason
+            told, self._told = self._told == reason, reason
             self._state = state
             self.problem = reason
         if was is LinkState.LIVE:

@@ -123,10 +123,7 @@ class Pool:
     def attach(self, page_bytes: int) -> PoolRemote:
         """The remote tier of one page size, unbound. ConfigError when that size has one."""
         with self._lock:
-            if page_bytes in self._remotes:
-                raise ConfigError(
-                    f"pool: pages of {page_bytes} bytes have a store already; close that first"
-                )
+            self._assert_free(page_bytes)
         return PoolRemote(page_bytes, self, self._config, self._clock)
 
     def drain(self, timeout_s: float) -> bool:
@@ -288,6 +285,7 @@ class Pool:
     def serve(self, served: Served, remote: PoolRemote) -> None:
         """See Surroundings."""
         with self._lock:
+            self._assert_free(served.page_bytes)
             self._server.add(served)
             self._served[served.page_bytes] = served
             self._remotes[served.page_bytes] = remote
@@ -352,6 +350,12 @@ class Pool:
             remote.check()
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _assert_free(self, page_bytes: int) -> None:
+        if page_bytes in self._remotes:
+            raise ConfigError(
+                f"pool: pages of {page_bytes} bytes have a store already; close that first"
+            )
 
     def _judge(self, identity: PeerIdentity, hello: Hello) -> Standing:
         standing = self._roster.greet(hello.name, hello.epoch, identity.boot_token)

@@ -148,7 +148,9 @@ class Puller:
     def _work(self) -> None:
         """Life of one worker thread."""
         while not self._closing:
-            pulls = self._queue.take(self.link.lane, self._config.batch_pages, IDLE_S)
+            pulls = self._queue.take(
+                self.link.lane, self._config.batch_pages, IDLE_S, workers=WORKERS
+            )
             if not pulls:
                 continue
             batch = _Batch(pulls)

@@ -68,7 +68,7 @@ class Surroundings(Protocol):
         ...
 
     def serve(self, served: Served, remote: PoolRemote) -> None:
-        """Answer members about this page size from now on."""
+        """Answer members about this page size from now on. ConfigError when it is served."""
         ...
 
     def unserve(self, page_bytes: int, timeout_s: float) -> bool:
@@ -120,9 +120,13 @@ class PoolRemote(Remote):
         self._balance = Rebalancer(
             store, self._copies, self._around.own_name, self._config, self._clock
         )
-        self._bound = True
         served = Served(self.page_bytes, store, self.generation, self._holdings)
-        self._around.serve(served, self)
+        try:
+            self._around.serve(served, self)
+        except BaseException:
+            self._around.transport.unregister(self.generation)
+            raise
+        self._bound = True
 
     # --- with the store's lock held -------------------------------------------------------
 
