@@ -140,6 +140,7 @@ class PeerRead:
         self._left = pages
         self._error: str | None = None
         self._done = False
+        self._refused = False
         self._callbacks: list[Callable[[], None]] = []
 
     @property
@@ -151,6 +152,12 @@ class PeerRead:
     def error(self) -> str | None:
         """The first failure, one line; None while there is none."""
         return self._error
+
+    @property
+    def refused(self) -> bool:
+        """True when nothing was asked of the peer, for a reason on this side: too many reads
+        under way, a range outside the memory. Says nothing about the peer's health."""
+        return self._refused
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when done, from the thread that ends the read; at once when it
@@ -173,6 +180,11 @@ class PeerRead:
                     "wait for its deadline before the memory is used again"
                 )
             return list(self._outcomes)
+
+    def refuse(self, error: str) -> None:
+        """By the transport, in the place of settle(): no page was asked for, all are FAILED."""
+        self._refused = True
+        self.settle(0, [PageOutcome.FAILED] * len(self._outcomes), error)
 
     def settle(self, start: int, outcomes: Sequence[PageOutcome], error: str | None = None) -> bool:
         """By the transport, once for each page: pages from `start` on have ended so.

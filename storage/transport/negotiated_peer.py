@@ -85,6 +85,8 @@ class NegotiatedPeer(Peer):
         self._refresh_at = 0.0
         self._lost: list[PlanePeer] = []
         """Paths that are not used any more and not closed yet."""
+        self._resting: list[PlanePeer] = []
+        """Paths that a better one replaced: closed when their last read has ended."""
         self._past: list[PlanePeerStats] = []
         """Of paths that were closed."""
         self._probes = 0
@@ -121,9 +123,7 @@ class NegotiatedPeer(Peer):
         broken = path.broken
         if broken is None and path.knows(generation):
             read = path.read(generation, ranges, into, timeout_s)
-            # What is done already was refused or gone, or so fast that nothing is wrong.
-            if not read.done:
-                read.add_done_callback(lambda: self._judge(path, read))
+            read.add_done_callback(lambda: self._judge(path, read))
             return read
         if broken is None:
             self._ask_for_offer()
@@ -144,8 +144,7 @@ class NegotiatedPeer(Peer):
         with self._lock:
             paths = list(self._past)
             answered, failed = self._questions
-            open_paths = self._lost if self._path is None else [*self._lost, self._path]
-            paths += [path.stats() for path in open_paths]
+            paths += [path.stats() for path in self._paths_locked()]
             probes = self._probes
         return PeerStats(
             connections=tcp.connections,
@@ -176,14 +175,16 @@ class NegotiatedPeer(Peer):
     def close(self) -> None:
         with self._lock:
             self.closed = True
-            paths = list(self._lost)
-            if self._path is not None:
-                paths.append(self._path)
-                self._lost.append(self._path)
-                self._path = None
-        for path in paths:
+            self._lost = paths = self._paths_locked()
+            self._resting, self._path = [], None
+        for path in list(paths):
             self._retire(path)
         self._control.close()
+
+    def _paths_locked(self) -> list[PlanePeer]:
+        """All that are not closed yet."""
+        used = [] if self._path is None else [self._path]
+        return [*self._lost, *self._resting, *used]
 
     # Which path
 
@@ -279,26 +280,30 @@ class NegotiatedPeer(Peer):
     def _settle(self, path: PlanePeer | None, reasons: dict[str, str]) -> None:
         """From now on `path`."""
         with self._lock:
-            unwanted = path if self.closed else self._path
-            if unwanted is not None and (self.closed or unwanted is not path):
-                self._lost.append(unwanted)
+            old = path if self.closed else self._path
+            if old is not None and (self.closed or old is not path):
+                (self._lost if self.closed or old.broken else self._resting).append(old)
             if not self.closed:
                 self._path = path
                 self._declined = reasons
             if path is not None:
                 self._retry.discard(path.name)
             lost = list(self._lost)
-        for old in lost:
-            self._retire(old)
+        for unwanted in lost:
+            self._retire(unwanted)
         log.info("peer=%s transport=%s", self.address, self.transport)
         for name, reason in reasons.items():
             log.warning("peer=%s declined=%s reason=%s", self.address, name, reason)
 
     def _judge(self, path: PlanePeer, read: PeerRead) -> None:
         """A read on `path` has ended."""
+        if read.refused:
+            return
         breaker = self._breakers[path.name]
         if PageOutcome.FAILED not in read.take(0.0):
             breaker.succeeded()
+            if self._resting:
+                self._sweep()
             return
         breaker.failed()
         if path.broken is not None or not breaker.closed:
@@ -346,6 +351,15 @@ class NegotiatedPeer(Peer):
         if not self._worker.ask(task):
             with self._lock:
                 self._negotiating = False
+
+    def _sweep(self) -> None:
+        """Have replaced paths closed that nobody reads from any more."""
+        with self._lock:
+            idle = [path for path in self._resting if not path.stats().open_reads]
+            self._resting = [path for path in self._resting if path not in idle]
+            self._lost += idle
+        for path in idle:
+            self._worker.ask(lambda path=path: self._retire(path))  # type: ignore[misc]
 
     def _ask_for_offer(self) -> None:
         now = self._clock.monotonic()

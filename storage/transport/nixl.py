@@ -386,7 +386,10 @@ class NixlPeer(PlanePeer):
     ) -> PeerRead:
         with self._lock:
             self._outcomes[outcome] += pages
-        read.settle(0, [outcome] * pages, problem and f"read from peer by nixl: {problem}")
+        if problem is None:
+            read.settle(0, [outcome] * pages)
+        else:
+            read.refuse(f"read from peer by nixl: {problem}")
         return read
 
     def _told(self, piece: Piece, outcomes: Sequence[PageOutcome]) -> None:

@@ -77,8 +77,9 @@ class PlanePeer(ABC):
         """Copy ranges of the peer's memory `generation` into local memory.
 
         The arguments have passed base.check_read(). Never waits. A generation that was never
-        offered, or that the peer has unregistered, is GONE. A range outside it is FAILED with
-        "outside" in the error. More than `queued_reads` at once, or a closed peer: FAILED.
+        offered, or that the peer has unregistered, is GONE. A range outside it is refused
+        (PeerRead.refuse) with "outside" in the error; more than `queued_reads` at once and a
+        closed or broken peer are refused too.
 
         Destinations that lie in memory registered with this node's own plane are written to
         directly; for others the plane may register them for this read, or copy. They belong to

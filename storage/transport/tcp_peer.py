@@ -170,8 +170,7 @@ class TcpPeer(Peer):
             else:
                 self._outcomes[PageOutcome.FAILED] += len(ranges)
         if refusal is not None:
-            failed = [PageOutcome.FAILED] * len(ranges)
-            read.settle(0, failed, f"read from peer {self.address}: {refusal}")
+            read.refuse(f"read from peer {self.address}: {refusal}")
             return read
         for job in jobs if busy else ():
             self._watch_deadline(job)
