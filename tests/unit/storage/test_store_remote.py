@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
@@ -11,11 +12,11 @@ import pytest
 from tests.support.memory_remote import Fault, Medium, MemoryRemote
 from tests.support.memory_tier import Gate, MemoryHostTier, MemoryTier
 from tests.support.pages import page_content, page_key, page_keys, put_store, put_tier, take_content
-from tests.unit.storage.remote_conformance import wait_until
+from tests.unit.storage.remote_conformance import run_threads, wait_until
 from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.errors import ConfigError
-from tierkv.storage.policy import WritePolicy
+from tierkv.storage.policy import AdmissionName, WritePolicy
 from tierkv.storage.quota import Quota
 from tierkv.storage.remote import POOL_OWNER, LocalStore
 from tierkv.storage.store import StoreConfig, StoreRules, TieredStore
@@ -377,6 +378,46 @@ def test_drop_owner_ends_pulls_that_would_bring_pages_back(make_rig: RigMaker) -
     with other.take(WAIT_S) as lease:
         assert len(lease.keys) == 1
     fetch.cancel()
+
+
+def test_h1_threads_that_write_read_and_remove_at_once_never_lock_each_other_out(
+    make_rig: RigMaker,
+) -> None:
+    """Removals are told from every thread there is: movers, the remote's, and these."""
+    rules = StoreRules(write_policy=WritePolicy.WRITE_BACK, admission=AdmissionName.ALL)
+    rig = make_rig(rules, host_pages=12, nvme_pages=8, copies=True)
+    rig.store.set_quota(1, Quota(ceiling_bytes={HOST: 6 * PAGE_BYTES, NVME: 4 * PAGE_BYTES}))
+    keys = page_keys(*range(24))
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(60):
+            start = rng.randrange(20)
+            run = keys[start : start + 4]
+            match rng.randrange(6):
+                case 0 | 1:
+                    with rig.store.reserve(len(run), number % 2) as held:
+                        run = run[: len(held.views)]
+                        for key, view in zip(run, held.views, strict=True):
+                            view[:] = page_content(key, PAGE_BYTES)
+                        held.commit(run, owner=number % 2)
+                case 2 | 3:
+                    fetch = rig.store.fetch(run, WAIT_S, owner=number % 2)
+                    with fetch.take(WAIT_S) as lease:
+                        for key, view in zip(lease.keys, lease.views, strict=True):
+                            if bytes(view) != page_content(key, PAGE_BYTES):
+                                wrong.append(key)
+                case 4:
+                    rig.store.trim(rng.choice([HOST, NVME]), 3)
+                case _:
+                    rig.store.drop(run, rng.choice([HOST, NVME]))
+
+    wrong: list[PageKey] = []
+    run_threads([threading.Thread(target=work, args=(number,)) for number in range(4)])
+    assert not wrong
+    rig.quiet()
+    # Told in the order in which it happened: nothing is believed to be here that is gone.
+    assert rig.remote.here <= set(rig.store.keys_here())
 
 
 # --- bounds ---------------------------------------------------------------------------------
