@@ -27,6 +27,7 @@ from tests.support.daemon_process import (
     shared_folder,
     small_config,
 )
+from tests.support.mooncake_cluster import why_absent
 from tests.support.pages import page_content, page_key, put_store
 from tierkv.cli.main import main
 from tierkv.client.client import Client
@@ -227,8 +228,10 @@ def test_pages_of_others_are_the_pools_and_bounded(folder: Path) -> None:
 
 
 @contextmanager
-def served(folder: Path, pool: dict[str, Any], **sections: Any) -> Iterator[Served]:
-    """`tierkv serve` with this pool section, serving its local tiers."""
+def served(
+    folder: Path, pool: dict[str, Any], how: dict[str, Any] | None = None, **sections: Any
+) -> Iterator[Served]:
+    """`tierkv serve` with this pool section; `how` the machine differs, see altered_command."""
     folder.mkdir(exist_ok=True)
     values = {
         "daemon": {"socket": str(folder / "d.sock"), "stop": "5s"},
@@ -237,11 +240,16 @@ def served(folder: Path, pool: dict[str, Any], **sections: Any) -> Iterator[Serv
         "pool": pool,
         **sections,
     }
+    if not pool:
+        del values["pool"]
     file = folder / "tierkv.yaml"
     file.write_text(yaml.safe_dump(values))
     environment = {name: v for name, v in os.environ.items() if not name.startswith("TIERKV_")}
+    module = ["tierkv.cli.main"]
+    if how is not None:
+        module = ["tests.support.processes.altered_command", json.dumps(how)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tierkv.cli.main", "serve", "--config", str(file)],
+        [sys.executable, "-m", *module, "serve", "--config", str(file)],
         cwd=ROOT,
         env=environment,
         stdin=subprocess.DEVNULL,
@@ -274,12 +282,21 @@ class Served:
         found: dict[str, Any] = json.loads(capfd.readouterr().out)
         return code, found
 
+    def whole_status(self, capfd: pytest.CaptureFixture[str]) -> dict[str, Any]:
+        """All that the daemon tells."""
+        capfd.readouterr()
+        assert main(["top", "--socket", str(self.path), "--json"]) == 0
+        found: dict[str, Any] = json.loads(capfd.readouterr().out)
+        return found
+
     def await_serving(self) -> None:
         """Wait until pages can be stored and read here."""
         with Client(self.path, PAGE_BYTES) as client:
             assert client.wait_connected(START_S), "the daemon does not serve"
             key = page_key(1)
-            assert put_store(client, [key]) == [CommitOutcome.COMMITTED]
+            # A member may have copied it here already.
+            (outcome,) = put_store(client, [key])
+            assert outcome in (CommitOutcome.COMMITTED, CommitOutcome.EXISTS)
             with client.fetch([key], WAIT_S).take(WAIT_S) as lease:
                 assert bytes(lease.views[0]) == page_content(key, PAGE_BYTES)
 
@@ -301,11 +318,6 @@ def key_in(folder: Path, data: str = KEY, mode: int = 0o600) -> str:
     path.write_text(data + "\n")
     path.chmod(mode)
     return str(path)
-
-
-def tls_files(folder: Path, **wrong: str) -> dict[str, str]:
-    names = {name: str(folder / f"{name}.pem") for name in ("tls_certificate", "tls_key")}
-    return {**names, "tls_authority": str(folder / "ca.pem"), **wrong}
 
 
 OWN = "127.0.0.2"
@@ -367,7 +379,199 @@ def test_a_taken_port_costs_the_pool_and_one_line(
         taken.listen()
         listen = f"{OWN}:{taken.getsockname()[1]}"
         pool = {"listen": listen, "members": [OTHER], "key_file": key_in(folder)}
-        assert_off(folder, pool, listen, capfd)
+        assert_off(folder, pool, "Address already in use", capfd)
+
+
+def test_bad_certificates_cost_the_pool_and_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = {"listen": OWN, "members": [OTHER], "key_file": key_in(folder)}
+    files = {
+        name: str(folder / f"{name}.pem")
+        for name in ("tls_certificate", "tls_key", "tls_authority")
+    }
+    assert_off(folder, {**pool, **files}, "tls_certificate.pem", capfd)
+    for file in files.values():
+        Path(file).write_text("no certificate\n")
+    assert_off(folder, {**pool, **files}, "give PEM files that belong together", capfd)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ({"lacking": ["mooncake"]}, "pip install 'tierkv[mooncake]'"),
+        ({}, "mooncake: master 127.0.0.1:"),
+    ],
+)
+def test_an_absent_mooncake_costs_one_line(
+    how: dict[str, Any], text: str, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if not how and (absent := why_absent()) is not None:
+        pytest.skip(absent)
+    mooncake = {"master": f"127.0.0.1:{free_port('127.0.0.1')}"}
+    with served(folder, {}, how, mooncake=mooncake) as daemon:
+        daemon.await_serving()
+        found = daemon.whole_status(capfd)["mooncake"]
+        assert found["state"] == "off" and text in found["why"]
+    (line,) = daemon.lines()
+    assert text in line
+
+
+# What only the members find out
+
+
+def pair(folder: Path, host: int, ports: list[int], **changes: Any) -> dict[str, Any]:
+    """Half of a pool of two."""
+    return {
+        "listen": f"127.0.0.{host + 2}:{ports[host]}",
+        "members": [f"127.0.0.{3 - host}:{ports[1 - host]}"],
+        "key_file": key_in(folder),
+        "heartbeat": "100ms",
+        **changes,
+    }
+
+
+@pytest.fixture
+def ports() -> list[int]:
+    return [free_port(OWN), free_port(OTHER)]
+
+
+def await_member(
+    daemon: Served, capfd: pytest.CaptureFixture[str], wanted: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Wait until the only member looks so."""
+    found: dict[str, Any] = {}
+
+    def there() -> bool:
+        nonlocal found
+        _, pool = daemon.status(capfd)
+        (found,) = pool["members"]
+        return wanted(found)
+
+    await_true("the member is as wanted", there)
+    return found
+
+
+def told_by_link(daemon: Served, text: str) -> list[str]:
+    """Lines about the member from this node's side; those about its calls here are others."""
+    return [line for line in daemon.lines() if text in line and "link=" in line]
+
+
+def has(text: str) -> Callable[[dict[str, Any]], bool]:
+    return lambda member: text in (member["problem"] or "")
+
+
+def test_a_wrong_key_is_told_once_by_each(
+    folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folder / "1", folder / "2"
+    theirs = pair(two, 1, ports)
+    key_in(two, "22" * 32)
+    with served(one, pair(one, 0, ports)) as first, served(two, theirs) as second:
+        for daemon in (first, second):
+            daemon.await_serving()
+            await_member(daemon, capfd, has("key"))
+        # Some tries later it is still one line.
+        again = [await_member(daemon, capfd, has("key")) for daemon in (first, second)]
+        assert not any(member["live"] for member in again)
+    for daemon in (first, second):
+        assert len(told_by_link(daemon, "key")) == 1, daemon.lines()
+
+
+def test_unequal_formats_are_told_once_by_each(
+    folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folder / "1", folder / "2"
+    with (
+        served(one, pair(one, 0, ports)) as first,
+        served(two, pair(two, 1, ports), {"version": 9}) as second,
+    ):
+        for daemon in (first, second):
+            daemon.await_serving()
+            member = await_member(daemon, capfd, has("version"))
+            assert not member["live"]
+            assert "1" in member["problem"] and "9" in member["problem"]
+    for daemon in (first, second):
+        assert len(told_by_link(daemon, "version")) == 1, daemon.lines()
+
+
+def test_a_member_without_an_address_is_told_once(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = {"listen": OWN, "members": ["no-such-host.invalid"], "key_file": key_in(folder)}
+    with served(folder, pool) as daemon:
+        daemon.await_serving()
+        await_member(daemon, capfd, has("no-such-host.invalid"))
+    (line,) = daemon.lines()
+    assert "no-such-host.invalid" in line
+
+
+def test_a_member_that_is_away_is_told_once(
+    folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(folder, pair(folder, 0, ports)) as daemon:
+        daemon.await_serving()
+        await_member(daemon, capfd, has("127.0.0.3"))
+    assert len(daemon.lines()) == 1, daemon.lines()
+
+
+def test_no_page_size_in_common_is_told_once(
+    folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folder / "1", folder / "2"
+    with served(one, pair(one, 0, ports)) as first, served(two, pair(two, 1, ports)) as second:
+        for daemon, size in ((first, PAGE_BYTES), (second, 2 * PAGE_BYTES)):
+            with Client(daemon.path, size) as client:
+                assert client.wait_connected(START_S)
+        for daemon in (first, second):
+            await_member(daemon, capfd, lambda member: member["live"])
+        with Client(first.path, PAGE_BYTES) as client:
+            assert client.wait_connected(START_S)
+            assert set(put_store(client, [page_key(n) for n in range(8)])) == {
+                CommitOutcome.COMMITTED
+            }
+            await_true("served on", lambda: client.lookup([page_key(1)]) == [TierName.HOST])
+        member = await_member(second, capfd, lambda member: bool(member["page_sizes"]))
+        assert member["page_sizes"] == [PAGE_BYTES]
+    told = [line for line in second.lines() if f"{PAGE_BYTES} bytes" in line]
+    assert len(told) == 1, second.lines()
+
+
+@pytest.mark.parametrize("name", ["nixl", "ucx"])
+def test_a_transport_that_is_not_installed_costs_its_speed(
+    name: str, folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folder / "1", folder / "2"
+    how = {"lacking": ["nixl", "ucxx", "ucp", "libucx"]}
+    with (
+        served(one, pair(one, 0, ports, transports=[name, "tcp"]), how) as first,
+        served(two, pair(two, 1, ports)) as second,
+    ):
+        for daemon in (first, second):
+            daemon.await_serving()
+        member = await_member(first, capfd, lambda member: member["live"])
+        assert member["transport"] == "tcp"
+        _, pool = first.status(capfd)
+        assert f"tierkv[{name}" in pool["declined"][name]
+    told = [line for line in first.lines() if f"transport={name}" in line]
+    assert len(told) == 1, first.lines()
+
+
+def test_an_open_pool_says_so(
+    folder: Path, ports: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    one, two = folder / "1", folder / "2"
+    changes = {"open_pool": "true", "key_file": "none"}
+    with (
+        served(one, pair(one, 0, ports, **changes)) as first,
+        served(two, pair(two, 1, ports, **changes)) as second,
+    ):
+        first.await_serving()
+        second.await_serving()
+        await_member(first, capfd, lambda member: member["live"])
+    for daemon in (first, second):
+        told = [line for line in daemon.lines() if "pool=open" in line]
+        assert len(told) == 1 and "anybody who reaches this port" in told[0]
 
 
 def test_a_section_that_cannot_be_read_is_refused(folder: Path) -> None:
