@@ -127,7 +127,8 @@ def serving() -> Iterator[tuple[BaseProcess, Connection, tuple[str, int]]]:
     finally:
         pipe.close()
         process.join(LIMIT_S)
-        assert not process.is_alive()
+        # Nothing crashes, not even at the end, when UCX is unloaded.
+        assert process.exitcode in (0, -signal.SIGKILL)
 
 
 @contextmanager
