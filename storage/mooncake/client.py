@@ -127,9 +127,9 @@ class MooncakeClient:
         return found
 
     def remove(self, key: str) -> Answer:
-        """Remove a key; FAILED as well while somebody reads it."""
+        """Remove a key, even while somebody reads it: for values that are worth nothing."""
         with self._call():
-            code = self._library.remove(key)
+            code = self._library.remove(key, True)
         return self._plain_answer(code)
 
     def register(self, memory: Piece) -> None:

@@ -160,7 +160,8 @@ class Pusher:
 
     def _copy(self, keys: Sequence[PageKey], owner: int) -> None:
         """End every copy, or leave to the caller what failed."""
-        missing = self._not_there(keys)
+        missing = self._not_there([key for key in keys if not self._known.is_corrupt(key)])
+        missing += [key for key in keys if self._known.is_corrupt(key) and self._removed(key)]
         while missing:
             # A fetch hands out a leading run; what is gone from here ends it.
             fetch = self._store.fetch(missing, LEASE_WAIT_S, owner=owner, here=True)
@@ -171,8 +172,8 @@ class Pusher:
             missing = missing[max(1, taken) :]
 
     def _not_there(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Those of `keys` that the store does not have, or has wrong."""
-        if not self._gate.open:
+        """Those of `keys` that the store does not have; ends the copies of what it has."""
+        if not keys or not self._gate.open:
             return []
         texts = self._texts(keys)
         found, in_time = self._gate.run(
@@ -181,23 +182,27 @@ class Pusher:
             lambda: self._client.exist(texts),
         )
         self._judge("look-up", in_time, answered=any(there is not None for there in found))
-        pairs = list(zip(keys, found, strict=True))
-        there = [key for key, held in pairs if held and not self._known.is_corrupt(key)]
+        there = [key for key, held in zip(keys, found, strict=True) if held]
         self._known.found(there)
         self._end(there, duplicate=True)
-        missing = [key for key, held in pairs if held is False]
-        replaced = [key for key, held in pairs if held and self._known.is_corrupt(key)]
-        return missing + [key for key in replaced if self._removed(key)]
+        return [key for key, held in zip(keys, found, strict=True) if held is False]
 
     def _removed(self, key: PageKey) -> bool:
-        """Make way for a good copy of a page whose value is wrong; False while it is leased."""
+        """Make way for a good copy of a page whose value is wrong; False when that failed.
+
+        Without asking first: to ask renews the value's lease.
+        """
+        if not self._gate.open:
+            return False
         (text,) = self._texts([key])
-        answer, _ = self._gate.run(
+        answer, in_time = self._gate.run(
             "remove",
             self._clock.monotonic() + self._config.call_s,
             lambda: self._client.remove(text),
         )
-        return answer in (Answer.DONE, Answer.MISS)
+        done = answer is not Answer.FAILED
+        self._judge("remove", in_time, answered=done)
+        return done
 
     def _put(self, lease: PageLease) -> None:
         """Send the leased pages, whose memory is the library's until its call returns."""

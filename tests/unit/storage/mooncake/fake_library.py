@@ -121,7 +121,7 @@ class FakeLibrary:
         with self.cluster.lock:
             if not self.cluster.master_lives:
                 return MASTER_GONE
-            if key in self.cluster.leased:
+            if key in self.cluster.leased and not force:
                 return LEASED
             return 0 if self.cluster.values.pop(key, None) is not None else NOT_FOUND
 

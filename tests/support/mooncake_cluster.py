@@ -1,0 +1,184 @@
+"""A Mooncake Store on loopback: a master and a store node, each a process that tests may kill.
+
+Needs the extra [mooncake] and what it links to; why_absent() says what is missing. Ports are free
+ones found beforehand, so nothing that runs on the machine is in the way.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tests.unit.storage.remote_conformance import wait_until
+from tierkv.storage.mooncake.config import MooncakeConfig
+from tierkv.storage.mooncake.library import prepare_environment
+
+HOST = "127.0.0.1"
+READY_S = 30.0
+CALL_S = 4.0
+"""What bounds the library's own waits in the tests' process."""
+LEASE_MS = 200
+"""Short, so that a test can remove what was just read."""
+NODE_TTL_S = 3
+"""The master forgets a dead node's pages after so long."""
+
+_NODE = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup(sys.argv[1], "P2PHANDSHAKE", int(sys.argv[3]), 1 << 20, "tcp", "", sys.argv[2])
+print("ready" if code == 0 else f"code {code}", flush=True)
+sys.stdin.read()
+"""
+
+
+def why_absent() -> str | None:
+    """Why no cluster can be started here; None when one can.
+
+    Loads the library, told before what TierKV tells it: it reads its environment once.
+    """
+    prepare_environment(MooncakeConfig(f"{HOST}:1", call_s=CALL_S))
+    if importlib.util.find_spec("mooncake") is None:
+        return "the package mooncake-transfer-engine-non-cuda is not installed"
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        return f"the Mooncake library cannot be loaded: {error}"
+    return None
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class StoreNode:
+    """A process that gives `segment_bytes` of memory to the cluster."""
+
+    def __init__(self, master: str, segment_bytes: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _NODE, HOST, master, str(segment_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        guard = threading.Timer(READY_S, self.process.kill)
+        guard.start()
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline().strip()
+        guard.cancel()
+        if said != "ready":
+            self.kill()
+            raise AssertionError(f"store node: expected ready, got {said!r}")
+
+    def kill(self) -> None:
+        """kill -9. Idempotent."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+class MooncakeCluster:
+    """A master and one store node. A context manager."""
+
+    def __init__(self, segment_bytes: int = 64 << 20) -> None:
+        self.segment_bytes = segment_bytes
+        self.port = free_port()
+        self.master_process = self._start_master()
+        try:
+            self.node = StoreNode(self.master, segment_bytes)
+        except BaseException:
+            self.kill_master()
+            raise
+
+    @property
+    def master(self) -> str:
+        """host:port."""
+        return f"{HOST}:{self.port}"
+
+    def kill_master(self) -> None:
+        """kill -9. Idempotent."""
+        self.master_process.kill()
+        self.master_process.wait()
+
+    def restart_node(self) -> None:
+        """A new, empty store node."""
+        self.node.kill()
+        self.node = StoreNode(self.master, self.segment_bytes)
+
+    def restart_master(self) -> None:
+        """A new, empty master at the old address."""
+        self.kill_master()
+        self.master_process = self._start_master()
+
+    def stop_master(self) -> None:
+        """The master accepts and never answers, until continue_master()."""
+        self.master_process.send_signal(signal.SIGSTOP)
+
+    def continue_master(self) -> None:
+        self.master_process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.node.kill()
+        self.kill_master()
+
+    def _start_master(self) -> subprocess.Popen[bytes]:
+        package = importlib.import_module("mooncake")
+        binary = Path(package.__path__[0]) / "mooncake_master"
+        process = subprocess.Popen(
+            [
+                binary,
+                f"--rpc_port={self.port}",
+                f"--rpc_address={HOST}",
+                f"--metrics_port={free_port()}",
+                f"--metrics_host={HOST}",
+                "--enable_metric_reporting=false",
+                f"--default_kv_lease_ttl={LEASE_MS}",
+                f"--client_ttl={NODE_TTL_S}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+        def listens() -> bool:
+            assert process.poll() is None, "mooncake_master ended at its start"
+            with socket.socket() as probe:
+                return probe.connect_ex((HOST, self.port)) == 0
+
+        try:
+            wait_until(listens, "mooncake_master does not listen")
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        return process
+
+
+def raw_client(master: str) -> Any:
+    """The library's own client, for what TierKV would never do."""
+    store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    code = store.setup(HOST, "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master)
+    assert code == 0, f"raw client: code {code}"
+    return store
