@@ -17,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.pages import put_store
-from tierkv.storage.clock import SystemClock
+from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.epoch import Epoch
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.members import StaticMembership
 from tierkv.storage.pool.opening import transport_limits
+from tierkv.storage.pool.peer_index import PeerIndex
 from tierkv.storage.pool.pool import Pool
 from tierkv.storage.pool.remote import PoolRemote
+from tierkv.storage.remote import Pull
 from tierkv.storage.store import StoreConfig, TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.tiers.nvme import NvmeTier
@@ -45,6 +47,9 @@ KEY = bytes(range(32))
 PORT = 7422
 PAGE_BYTES = 5000
 HOST_PAGES = 96
+OWNER = 7
+NEVER = 1_000_000
+"""Uses after which copies are made, where a test wants none."""
 WAIT_S = 30.0
 
 _hosts = itertools.count(1)
@@ -54,6 +59,19 @@ def free_address() -> Address:
     """A loopback address that nobody else in this or another process of the tests uses."""
     pid, host = os.getpid(), next(_hosts)
     return Address(f"127.{1 + pid // 250 % 250}.{1 + pid % 250}.{1 + host % 250}", PORT)
+
+
+class OffsetClock:
+    """The machine's clock, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.offset_s
+
+    def wall(self) -> float:
+        return time.time()
 
 
 class GatedPeer(Peer):
@@ -175,6 +193,7 @@ class Node:
     gate: Gate
     store: TieredStore
     remote: PoolRemote
+    clock: Clock
     stopped: bool = False
 
     @property
@@ -187,6 +206,21 @@ class Node:
 
     def put(self, keys: Sequence[PageKey]) -> None:
         assert put_store(self.store, keys) == [CommitOutcome.COMMITTED] * len(keys)
+
+    def index(self, other: Node) -> PeerIndex:
+        """What this node knows of another's pages."""
+        index = self.link(other).index(PAGE_BYTES)
+        assert index is not None
+        return index
+
+    def pull(self, key: PageKey, deadline_s: float = WAIT_S) -> Pull:
+        """A pull of one page, submitted."""
+        target = self.store.host.reserve(1)
+        assert len(target) == 1, "the test's host is full"
+        deadline = self.clock.monotonic() + deadline_s
+        pull = Pull(key, OWNER, deadline, target, lambda _: None)
+        assert self.remote.submit([pull]) == 1
+        return pull
 
     def check(self) -> None:
         self.store.check()
@@ -219,6 +253,14 @@ class Nodes:
             lambda: [link.problem for node in running for link in node.pool.links()],
         )
 
+    def await_known(self, keys: Sequence[PageKey], *numbers: int) -> None:
+        """Wait until these nodes (none: all) know where `keys` are, elsewhere or at home."""
+        for node in [self.nodes[number] for number in numbers] or self.nodes:
+            until(
+                lambda node=node: all(node.store.lookup(keys)),  # type: ignore[misc]
+                lambda node=node: (node.name, node.store.lookup(keys)),  # type: ignore[misc]
+            )
+
     def check(self) -> None:
         for node in self.nodes:
             if not node.stopped:
@@ -234,10 +276,13 @@ def start_node(
     nvme_pages: int = 0,
     epoch: Path | None = None,
     arena: Path | None = None,
+    clock: Clock | None = None,
+    open_class: Callable[[int, float], bool] | None = None,
     **changes: Any,
 ) -> Node:
-    """A node that runs. `changes` go over its PoolConfig."""
-    clock = SystemClock()
+    """A node that runs. `changes` go over its PoolConfig. `clock` is that of pool and store; the
+    transport has the machine's."""
+    clock = clock or SystemClock()
     settings: dict[str, Any] = {
         "heartbeat_s": 0.02,
         "suspect_s": 1.0,
@@ -247,8 +292,8 @@ def start_node(
         **changes,
     }
     config = PoolConfig(listen=address, members=tuple(others), key=KEY, **settings)
-    gate = Gate(TcpTransport(KEY, limits=transport_limits(config), clock=clock))
-    pool = Pool(config, gate, StaticMembership(config), Epoch(epoch, clock), clock)
+    gate = Gate(TcpTransport(KEY, limits=transport_limits(config)))
+    pool = Pool(config, gate, StaticMembership(config), Epoch(epoch, clock), clock, open_class)
     pool.start()
     store = TieredStore.open(
         StoreConfig(
@@ -258,22 +303,27 @@ def start_node(
             nvme_root=folder if nvme_pages else None,
             nvme_bytes=NvmeTier.capacity_for(PAGE_BYTES, nvme_pages) if nvme_pages else 0,
             nvme_min_free_bytes=0,
-        )
+        ),
+        clock,
     )
     remote = pool.attach(PAGE_BYTES)
     store.attach_remote(remote)
-    return Node(config, pool, gate, store, remote)
+    return Node(config, pool, gate, store, remote, clock)
 
 
 @contextmanager
-def running_nodes(count: int, **changes: Any) -> Iterator[Nodes]:
-    """`count` nodes that see each other live. Checked and closed at the end."""
+def running_nodes(
+    count: int, each: Sequence[dict[str, Any]] = (), **changes: Any
+) -> Iterator[Nodes]:
+    """`count` nodes that see each other live, with start_node's arguments for all, and for `each`
+    of them. Checked and closed at the end."""
     addresses = [free_address() for _ in range(count)]
     nodes = Nodes()
     try:
-        for address in addresses:
-            others = [each for each in addresses if each != address]
-            nodes.nodes.append(start_node(address, others, **changes))
+        for number, address in enumerate(addresses):
+            others = [other for other in addresses if other != address]
+            own = each[number] if number < len(each) else {}
+            nodes.nodes.append(start_node(address, others, **{**changes, **own}))
         nodes.await_live()
         yield nodes
         nodes.check()

@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tests.unit.storage.pool.nodes import Node, free_address, start_node, until
+from tests.unit.storage.pool.nodes import NEVER, Node, free_address, start_node, until
 from tests.unit.storage.remote_conformance import Pair, RemoteConformance
-
-NEVER = 1_000_000
 
 
 class TestPoolRemote(RemoteConformance):
