@@ -6,7 +6,7 @@ labelled by its address, which is known before its name is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import Metric
@@ -21,6 +21,14 @@ _PUSHES = {
 }
 _QUEUED = {"queued": "pulls_queued", "running": "pulls_running", "pushes_queued": "copies_queued"}
 
+_FAILURES = {
+    "failures": "request",
+    "corrupt_pages": "corrupt",
+    "expired_leases": "expired",
+    "connections_lost": "lost",
+    "breaker_trips": "breaker",
+}
+
 
 def remote_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
     """Everything about the remote tier; nothing when there is none."""
@@ -29,7 +37,12 @@ def remote_metrics(status: Mapping[str, Any]) -> Iterator[Metric]:
         yield from _classes(classes)
     for kind in ("pool", "mooncake"):
         if (found := status.get(kind)) is not None:
-            yield _gauge(f"tierkv_{kind}_up", "1 while it serves.", found["state"] == "serving")
+            text = "1 while this node's part of it serves."
+            yield GaugeMetricFamily(f"tierkv_{kind}_up", text, value=found["state"] == "serving")
+    pool = status.get("pool")
+    if pool is not None and "members" in pool:
+        yield from _own(pool)
+        yield from _members(pool["members"])
 
 
 def _classes(classes: list[Mapping[str, Any]]) -> Iterator[Metric]:
@@ -67,5 +80,75 @@ def _classes(classes: list[Mapping[str, Any]]) -> Iterator[Metric]:
     yield from (pulls, copies, moving, known, degraded, kept)
 
 
-def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, text, value=value)
+def _own(pool: Mapping[str, Any]) -> Iterator[Metric]:
+    """This member: its epoch, and what others hold and are answered here."""
+    for name, text, value in (
+        ("epoch", "This member's epoch.", pool["epoch"]),
+        ("leaving", "1 while it is leaving.", pool["leaving"]),
+        ("leases", "Leases that members hold here.", pool["leases"]["held"]),
+        ("leased_pages", "Pages of those leases.", pool["leases"]["pages"]),
+        (
+            "quarantined_pages",
+            "Pages of ended leases that a member may still be reading.",
+            pool["leases"]["quarantined_pages"],
+        ),
+    ):
+        yield GaugeMetricFamily(f"tierkv_pool_{name}", text, value=value)
+    for name, text, value in (
+        ("fences", "Times that a later epoch of this name was met.", pool["fences"]),
+        ("expired_pages", "Pages of leases that ran out.", pool["leases"]["expired_pages"]),
+    ):
+        yield CounterMetricFamily(f"tierkv_pool_{name}", text, value=value)
+    for name, label, text in (
+        ("requests", "verb", "Requests of members, by verb."),
+        ("answers", "status", "Answers to members, by status."),
+        ("stored_pages", "outcome", "Pages that members gave, by outcome."),
+    ):
+        family = CounterMetricFamily(f"tierkv_pool_{name}", text, labels=(label,))
+        for kind, count in pool["serving"]["stored" if label == "outcome" else name].items():
+            family.add_metric((str(kind),), count)
+        yield family
+
+
+def _members(members: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+    """Each other member, as this node sees it."""
+    labels = ("member",)
+    gauges: dict[str, tuple[str, Callable[[Mapping[str, Any]], float | None]]] = {
+        "live": ("1 while it is heard of.", lambda each: each["live"]),
+        "leaving": ("1 while it is leaving.", lambda each: each["leaving"]),
+        "epoch": ("Its epoch.", lambda each: each["epoch"]),
+        "breaker_open": ("1 while it is put aside.", lambda each: each["breaker"] != "closed"),
+        "known_pages": ("Pages it is known to hold.", lambda each: each["known_pages"]),
+        "read_bytes_per_second": ("Measured.", lambda each: each["read_bytes_per_s"]),
+        "read_latency_seconds": ("Measured.", lambda each: each["read_latency_s"]),
+        "write_bytes_per_second": ("Measured.", lambda each: each["write_bytes_per_s"]),
+        "write_latency_seconds": ("Measured.", lambda each: each["write_latency_s"]),
+    }
+    for name, (text, read) in gauges.items():
+        gauge = GaugeMetricFamily(f"tierkv_pool_member_{name}", text, labels=labels)
+        for each in members:
+            if (value := read(each)) is not None:
+                gauge.add_metric((each["address"],), value)
+        yield gauge
+    pages = CounterMetricFamily(
+        "tierkv_pool_member_pages", "Pages moved.", labels=(*labels, "direction")
+    )
+    moved = CounterMetricFamily(
+        "tierkv_pool_member_bytes", "Bytes moved.", labels=(*labels, "direction")
+    )
+    failures = CounterMetricFamily(
+        "tierkv_pool_member_failures", "What went wrong, by kind.", labels=(*labels, "kind")
+    )
+    for each in members:
+        for direction in ("in", "out"):
+            pages.add_metric((each["address"], direction), each[f"pages_{direction}"])
+            moved.add_metric((each["address"], direction), each[f"bytes_{direction}"])
+        for name, kind in _FAILURES.items():
+            failures.add_metric((each["address"], kind), each[name])
+    paths = GaugeMetricFamily(
+        "tierkv_pool_member_transport", "1 for the path in use.", labels=(*labels, "transport")
+    )
+    for each in members:
+        if each["transport"] is not None:
+            paths.add_metric((each["address"], each["transport"]), 1)
+    yield from (pages, moved, failures, paths)
