@@ -38,6 +38,9 @@ LAYOUT = Layout(
     slot_count=PAGES,
 )
 RANGE_LISTS = 60
+PROT_NONE = 0
+"""linux/mman.h"""
+UNTOUCHED = 0xA5
 KILLS = 4
 
 OK, GONE, FAILED = PageOutcome.OK, PageOutcome.GONE, PageOutcome.FAILED
@@ -80,11 +83,12 @@ def serve(pipe: Connection) -> None:
             elif wish == "unregister":
                 transport.unregister(1)
                 pipe.send("done")
-            elif wish == "unmap":
+            elif wish == "take away":
                 # As no owner may: while it is registered.
-                ctypes.CDLL(None).munmap(
+                ctypes.CDLL(None).mprotect(
                     ctypes.c_void_p(address_of(memoryview(memory))),
-                    ctypes.c_size_t(LAYOUT.total_bytes),
+                    ctypes.c_size_t(len(memory)),
+                    ctypes.c_int(PROT_NONE),
                 )
                 pipe.send("done")
 
@@ -227,10 +231,14 @@ def test_w6_a_peer_killed_at_any_moment() -> None:
             outcomes = [outcome for read in reads for outcome in read.take(LIMIT_S)]
             assert GONE not in outcomes
             assert check_pages(slots, outcomes, buffers) >= 4 * kill
+            # They are the caller's again: nothing writes to them any more.
+            for buffer in buffers:
+                buffer[:] = bytes([UNTOUCHED]) * PAGE_BYTES
             process.join(LIMIT_S)
             assert fetch(peer, [0])[0] == [FAILED]
             with pytest.raises(TierIOError, match="message to peer"):
                 peer.message(b"?", 5.0)
+            assert all(set(buffer) == {UNTOUCHED} for buffer in buffers)
 
 
 def test_w6_a_reader_killed_at_any_moment_takes_nobody_along() -> None:
@@ -288,9 +296,9 @@ def test_h1_connecting_to_a_stopped_peer_has_a_deadline() -> None:
             assert transport.connect(*address, LIMIT_S).transport == "nixl"
 
 
-def test_unmapped_memory_costs_reads_not_processes() -> None:
+def test_memory_that_cannot_be_read_costs_reads_not_processes() -> None:
     with serving() as (process, pipe, address), connected(address) as (_, peer):
-        pipe.send("unmap")
+        pipe.send("take away")
         assert pipe.recv() == "done"
         outcomes, _ = fetch(peer, [0, 1, 2])
         assert outcomes == [FAILED] * 3
