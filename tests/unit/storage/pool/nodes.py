@@ -21,7 +21,7 @@ from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.epoch import Epoch
 from tierkv.storage.pool.link import Link
-from tierkv.storage.pool.members import StaticMembership
+from tierkv.storage.pool.members import Membership, StaticMembership
 from tierkv.storage.pool.opening import transport_limits
 from tierkv.storage.pool.peer_index import PeerIndex
 from tierkv.storage.pool.pool import Pool
@@ -278,6 +278,8 @@ def start_node(
     arena: Path | None = None,
     clock: Clock | None = None,
     open_class: Callable[[int, float], bool] | None = None,
+    membership: Membership | None = None,
+    key: bytes = KEY,
     **changes: Any,
 ) -> Node:
     """A node that runs. `changes` go over its PoolConfig. `clock` is that of pool and store; the
@@ -291,9 +293,10 @@ def start_node(
         "rebalance_bytes_per_s": 0,
         **changes,
     }
-    config = PoolConfig(listen=address, members=tuple(others), key=KEY, **settings)
-    gate = Gate(TcpTransport(KEY, limits=transport_limits(config)))
-    pool = Pool(config, gate, StaticMembership(config), Epoch(epoch, clock), clock, open_class)
+    config = PoolConfig(listen=address, members=tuple(others), key=key, **settings)
+    gate = Gate(TcpTransport(key, limits=transport_limits(config)))
+    members = membership or StaticMembership(config)
+    pool = Pool(config, gate, members, Epoch(epoch, clock), clock, open_class)
     pool.start()
     store = TieredStore.open(
         StoreConfig(
