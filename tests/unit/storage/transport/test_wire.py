@@ -14,6 +14,19 @@ from tests.unit.storage.transport.layout import Layout
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageRange, TransportLimits
 from tierkv.storage.transport.handshake import Credentials
+from tierkv.storage.transport.introduction import (
+    Introduction,
+    pack_introduction,
+    pack_question,
+    unpack_introduction,
+    unpack_question,
+)
+from tierkv.storage.transport.nixl_offer import (
+    NixlOffer,
+    OfferedMemory,
+    pack_offer,
+    unpack_offer,
+)
 from tierkv.storage.transport.wire import (
     ERROR_TEXT_BYTES,
     GREETING_BYTES,
@@ -82,6 +95,22 @@ def test_worked_read() -> None:
     assert dumped("read") == pack_frame(Kind.READ, 7, pack_read(1, ranges))
     assert unpack_read(dumped("read")[HEADER_BYTES:]) == (1, ranges)
     assert dumped("page") == pack_header(Kind.PAGE, 5000, 7)
+
+
+def test_worked_introduction() -> None:
+    assert dumped("question") == pack_question(["nixl", "ucx"])
+    assert unpack_question(dumped("question")) == ["nixl", "ucx"]
+    whole = Introduction(bytes(range(32)), {"nixl": b"offer"}, {"ucx": "not here"})
+    assert dumped("introduction") == pack_introduction(whole)
+    assert unpack_introduction(dumped("introduction")) == whole
+
+
+def test_worked_nixl_offer() -> None:
+    cookie = bytes(range(0x60, 0x70))
+    memory = OfferedMemory(1, 0x7F0000001000, 28672, 0x7F0000100010, cookie)
+    offer = NixlOffer(bytes(range(16)), 4660, False, "a1b2" * 8, [memory], b"metadata")
+    assert dumped("nixl offer") == pack_offer(offer)
+    assert unpack_offer(dumped("nixl offer")) == offer
 
 
 @pytest.mark.parametrize("kind", Kind)
