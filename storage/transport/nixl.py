@@ -42,7 +42,12 @@ from tierkv.storage.transport.nixl_offer import (
     unpack_offer,
 )
 from tierkv.storage.transport.plane import DataPlane, PlanePeer, PlanePeerStats
-from tierkv.storage.transport.ucx_environment import MACHINE_BYTES, machine, rdma_devices
+from tierkv.storage.transport.ucx_environment import (
+    MACHINE_BYTES,
+    copies_directly,
+    machine,
+    rdma_devices,
+)
 
 PIECE_BYTES = 16 << 20
 """A read is cut into transfers of about so much: a deadline is looked at between them."""
@@ -202,6 +207,8 @@ class NixlPlane(DataPlane):
     def _check_reachable(self, theirs: NixlOffer) -> None:
         """TierIOError unless its memory can be read without its process doing anything."""
         if theirs.machine == self._machine != bytes(MACHINE_BYTES):
+            if not copies_directly():
+                raise TierIOError("UCX_TLS leaves shared memory out; add sm to it")
             for memory in theirs.memories[:1]:
                 cookie = read_process(theirs.pid, memory.cookie_address, COOKIE_BYTES)
                 if cookie != memory.cookie:

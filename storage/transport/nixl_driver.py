@@ -141,6 +141,8 @@ class Driver:
         self._cookies_known = agent.register(self._cookies_at, len(self._cookies))
         self._slots = list(range(RUNNING_MAX))
         self._thread: threading.Thread | None = None
+        self._sleeping = True
+        """Whether the thread takes the next piece at once."""
         self._closing = False
         self.restarts = 0
         """Pieces that met a bug. The thread went on."""
@@ -150,7 +152,8 @@ class Driver:
         with self.changed:
             refusal = "it was closed" if self._closing else None
             if refusal is None:
-                idle = not self._queue and not self._running
+                idle = self._sleeping and not self._queue
+                self._sleeping = False
                 self._queue.extend(pieces)
                 refusal = self._start()
             if refusal is None:
@@ -273,7 +276,9 @@ class Driver:
         with self.changed:
             full = len(self._running) >= RUNNING_MAX
             if (not self._queue or full) and not (self._closing and not self._running):
+                self._sleeping = not self._running
                 self.changed.wait(pause if self._running else IDLE_WAIT_S)
+            self._sleeping = False
             if not self._queue or len(self._running) >= RUNNING_MAX:
                 return None, not self._closing
             piece = self._queue.popleft()

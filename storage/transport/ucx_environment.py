@@ -56,6 +56,15 @@ def prepare_ucx(host: str) -> dict[str, str]:
     return chosen
 
 
+def copies_directly() -> bool:
+    """Whether UCX may read memory of this machine's processes by itself, by its variables: else
+    it would ask their process to send it, over tcp."""
+    wanted = os.environ.get("UCX_TLS", "all")
+    names = set(wanted.lstrip("^").split(","))
+    direct = {"sm", "shm", "cma"} if wanted.startswith("^") else {"all", "sm", "shm", "cma"}
+    return bool(names & direct) is not wanted.startswith("^")
+
+
 def rdma_devices() -> list[str]:
     """Ports of RDMA devices as UCX names them, like mlx5_0:1; empty where there is none."""
     if not INFINIBAND.is_dir():

@@ -217,6 +217,30 @@ def test_closed_planes(planes: tuple[NixlPlane, NixlPlane]) -> None:
     assert read(peer, PageRange(0, 9)).take(LIMIT_S) == [FAILED]
 
 
+@pytest.mark.parametrize("which", ["peer", "plane"])
+def test_p4_callbacks_may_close_peer_and_plane(
+    planes: tuple[NixlPlane, NixlPlane], which: str
+) -> None:
+    server, client = planes
+    peer = client.connect(server.offer(), "peer", LIMIT_S)
+    ended = threading.Event()
+    one = read(peer, PageRange(0, 1 << 20))
+    one.add_done_callback(peer.close if which == "peer" else client.close)
+    one.add_done_callback(ended.set)
+    assert ended.wait(LIMIT_S)
+    client.check()
+    assert read(peer, PageRange(0, 9)).take(LIMIT_S) == [FAILED]
+
+
+def test_peers_on_this_machine_need_shared_memory(
+    planes: tuple[NixlPlane, NixlPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, client = planes
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pytest.raises(TierIOError, match="add sm to it"):
+        client.connect(server.offer(), "peer", LIMIT_S)
+
+
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "PACKAGES", ("nixl_of_another_planet",))
     with pytest.raises(ConfigError, match=r"not installed; install the extra tierkv\[nixl-cu12\]"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -181,6 +182,26 @@ def test_h1_queued_reads_end_at_their_deadline(rig: Rig) -> None:
     assert not any(read.done for read in stuck)
     rig.agent.let(PAGE)
     assert [read.take(LIMIT_S) for read in stuck] == [[OK]] * RUNNING_MAX
+
+
+def test_h1_a_callback_that_blocks_makes_no_read_late(rig: Rig) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        leave.wait(LIMIT_S)
+
+    rig.agent.held = {PAGE}
+    first, _ = rig.begin()
+    first.add_done_callback(block)
+    rig.agent.let(PAGE)
+    assert entered.wait(LIMIT_S)
+    late, _ = rig.begin(timeout_s=0.2)
+    assert late.take(LIMIT_S) == [FAILED]
+    assert late.error is not None and "before its turn" in late.error
+    assert not leave.is_set()
+    leave.set()
+    assert rig.begin()[0].take(LIMIT_S) == [OK]
 
 
 def test_a_failed_transfer_is_drained_before_it_is_reported(manual: Rig) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tierkv.storage.transport import ucx_environment
 from tierkv.storage.transport.ucx_environment import (
     MACHINE_BYTES,
+    copies_directly,
     interface_of,
     machine,
     prepare_ucx,
@@ -56,6 +57,28 @@ def test_what_the_user_set_stays(clean: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
     assert prepare_ucx("127.0.0.1").keys() == {"NIXL_LOG_LEVEL", "UCX_MODULES"}
     assert os.environ["UCX_TLS"] == "all" and os.environ["UCX_NET_DEVICES"] == "eth7"
+
+
+@pytest.mark.parametrize(
+    ("transports", "direct"),
+    [
+        (None, True),
+        ("all", True),
+        ("tcp,sm", True),
+        ("rc,cma", True),
+        ("tcp", False),
+        ("rc,tcp", False),
+        ("^tcp", True),
+        ("^tcp,cma", False),
+    ],
+)
+def test_whether_ucx_reads_memory_itself(
+    monkeypatch: pytest.MonkeyPatch, transports: str | None, direct: bool
+) -> None:
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if transports is not None:
+        monkeypatch.setenv("UCX_TLS", transports)
+    assert copies_directly() is direct
 
 
 @pytest.mark.parametrize("host", ["192.0.2.200", "::1", "a-name", ""])
