@@ -33,7 +33,8 @@ from tierkv.storage.types import PageKey
 STEP_S = 0.25
 """Copies of so much time are queued at once."""
 LOOKED_AT_ONCE = 4096
-DRAIN_ROUNDS = 3
+DRAIN_ROUNDS = 5
+"""Times that drain() looks for what is nowhere else, a heartbeat apart."""
 IDLE_S = 60.0
 STOP_S = 5.0
 
@@ -108,6 +109,9 @@ class Rebalancer:
                 self._copies.place(batch, background=False)
                 if not self._copies.wait_quiet(deadline - self._clock.monotonic()):
                     return not self._alone()
+            # What a member has acknowledged is known by its journal, with its next heartbeat.
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, self._config.heartbeat_s)
         return not self._alone()
 
     def close(self, timeout_s: float = STOP_S) -> bool:

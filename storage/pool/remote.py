@@ -8,7 +8,8 @@ their indexes, who holds what; the bytes are moved by puller.py and pusher.py. C
     a pull                      goes
     some askable peer has it    to the one that is expected to answer first; what is queued counts
     nobody is known to          to the first in rank order, which then says what is true
-    its peer had or gave none   to another known holder it was not tried at; else it ends
+    its peer has it no more     to another known holder that was not asked yet; else it ends
+    its peer failed it          the same, and then by rank order: copies are younger than indexes
 
     what its peers said         ends as
     wrong bytes, once or more   CORRUPT
@@ -53,6 +54,9 @@ from tierkv.storage.transport.base import Transport
 from tierkv.storage.types import PageKey, TierName
 
 log = logging.getLogger(__name__)
+
+ASKED_MAX = 4
+"""Peers that are asked for one page, those aside that are known to have it."""
 
 _WORST = (PullState.CORRUPT, PullState.FAILED, PullState.MISSED)
 
@@ -190,14 +194,10 @@ class PoolRemote(Remote):
             pull.future.add_done_callback(lambda future: self._trails.pop(future.result(), None))
         trail.append((link, why))
         if pull.deadline > self._clock.monotonic():
-            asked = {tried for tried, _ in trail}
-            links = [other for other in self._askable() if other not in asked]
-            prints = fingerprints([pull.key])
-            holders = [other for other in links if _held(other, self.page_bytes, prints)[0]]
-            if holders:
-                best = min(holders, key=lambda other: self._wait_s(other))
-                self._queue.move(pull, best.lane)
-                self._puller(best)
+            following = self._next_holder(pull, trail)
+            if following is not None:
+                self._queue.move(pull, following.lane)
+                self._puller(following)
                 return
         reasons = [reason for _, reason in trail]
         self._queue.end(pull, next(state for state in _WORST if state in reasons))
@@ -335,6 +335,20 @@ class PoolRemote(Remote):
     def _first_in_rank(self, key: PageKey, links: Sequence[Link]) -> int:
         names = [link.name or link.lane for link in links]
         return names.index(rank(key, names)[0])
+
+    def _next_holder(self, pull: Pull, trail: Sequence[tuple[Link, PullState]]) -> Link | None:
+        """Whom to ask after the peers of `trail`; None: nobody."""
+        asked = {tried for tried, _ in trail}
+        links = [other for other in self._askable() if other not in asked]
+        prints = fingerprints([pull.key])
+        holders = [other for other in links if _held(other, self.page_bytes, prints)[0]]
+        if holders:
+            return min(holders, key=self._wait_s)
+        failed = any(why is not PullState.MISSED for _, why in trail)
+        if links and failed and len(asked) < ASKED_MAX:
+            # Somebody had it; a copy may be younger than what was heard of its holder.
+            return links[self._first_in_rank(pull.key, links)]
+        return None
 
     def _wait_s(self, link: Link) -> float:
         return (self._queue.queued_in(link.lane) + 1) * link.expected_s(self.page_bytes)

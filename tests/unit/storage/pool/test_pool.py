@@ -271,7 +271,10 @@ def test_pages_a_former_life_had_are_not_believed_of_the_next(tmp_path: Path) ->
         nodes.await_known(keys)
         far.stop()
         far = restart(nodes, 1, [near], epoch=epoch, **QUIET)
-        nodes.await_live()
+        until(
+            lambda: near.link(far).live and near.link(far).epoch == far.pool.own_epoch,
+            lambda: near.link(far).epoch,
+        )
         until(lambda: near.index(far).token != 0, lambda: near.index(far).token)
         assert near.index(far).known == 0
         assert near.store.lookup(keys) == [None] * 6
@@ -528,6 +531,7 @@ def test_random_work_with_lost_connections_is_never_wrong() -> None:
             else:
                 random_.choice(node.gate.peers).close()
             if step % 10 == 0:
+                assert all(node.store.wait_quiet(WAIT_S) for node in nodes)
                 nodes.check()
         assert got > 100, "little was found"
         nodes.await_live()
