@@ -92,7 +92,7 @@ class Nodes:
         self._await(host, "its copies to be acknowledged", _copied, SETTLE_S)
 
     def await_known(self, host: int, pages: int) -> None:
-        """Wait until a host knows of so many pages elsewhere."""
+        """Wait until a host that serves that page size knows of so many pages elsewhere."""
 
         def knows(status: Status) -> bool:
             found = [each["remote"]["known_pages"] for each in status["classes"] if each["remote"]]
@@ -129,7 +129,7 @@ class Nodes:
             "daemon": {"socket": str(self.socket(host)), "stop": "5s"},
             "host": {"directory": str(self._folder / f"host{host}"), "size": str(host_bytes)},
             "http": {"bind": "none"},
-            "log": {"level": "warning"},
+            "log": {"level": "error"},
             "pool": {
                 "listen": address(host),
                 "members": [address(other) for other in range(HOSTS) if other != host],

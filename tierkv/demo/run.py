@@ -158,18 +158,20 @@ class _Demo:
             worker.ask({"do": "flush"})
             nodes.await_copies(0)
             worker.kill()
-        nodes.await_known(1, nodes.pages(0))
         self._tell("restoring on host B, over the network")
+        pages = nodes.pages(0)
         with _Worker(self._start_options(nodes.socket(1))) as worker:
+            nodes.await_known(1, pages)
             answer = self._ask(worker)
-            self._add(result, cold, answer, "remote", "host A's daemon, over the network")
+            self._add(result, cold, answer, "remote", _from("host A's daemon", answer))
             worker.kill()
         self._tell("restoring again after host A's daemon was killed")
         nodes.empty(1)
         nodes.kill(0)
         with _Worker(self._start_options(nodes.socket(1))) as worker:
+            nodes.await_known(1, pages)
             answer = self._ask(worker)
-            source = "copy on host C; A's daemon was killed"
+            source = _from("host C's copy, A's daemon killed", answer)
             self._add(result, cold, answer, "remote_replica", source)
             worker.kill()
 
@@ -237,6 +239,12 @@ class _Demo:
             "host_bytes": self._options.host_bytes,
             "nvme_bytes": self._options.nvme_bytes,
         }
+
+
+def _from(whom: str, answer: dict[str, Any]) -> str:
+    """Where a prefix came from; how much of it came over the network, unless that is all."""
+    remote, reused = answer["cached"]["remote"], sum(answer["cached"].values())
+    return whom if remote == reused else f"{whom}: {remote:,} tokens"
 
 
 class _Worker:
