@@ -66,6 +66,9 @@ def test_options(cli: Cli, scripted: dict[str, Any]) -> None:
     options = scripted["options"]
     assert (options.model, options.directory) == (Path("m"), Path("d"))
     assert (options.prefix_tokens, options.max_tokens) == (5, 6)
+    assert not options.remote
+    cli("demo", "--remote")
+    assert scripted["options"].remote
     cli("demo", "--pool", "1MiB", "--host", "2MiB", "--nvme", "3MiB")
     options = scripted["options"]
     assert (options.pool_bytes, options.host_bytes, options.nvme_bytes) == (
