@@ -18,10 +18,10 @@ from tierkv.cli.main import app
 from tierkv.config import schema
 from tierkv.config.loading import load
 from tierkv.config.sources import variable_of
-from tierkv.daemon import metrics
+from tierkv.daemon import metrics, pool_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
-GUIDES = [ROOT / "docs/guides/sidecar.md", ROOT / "docs/guides/operations.md"]
+GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("sidecar", "operations", "pool")]
 PACKAGING = ROOT / "packaging"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OTHERS = {"install", "systemctl", "systemd-sysusers", "curl"}
@@ -93,11 +93,13 @@ def test_keys_variables_and_metrics_of_the_guides_exist(guide: Path) -> None:
     known = {variable_of(name) for name, _ in schema.all_keys()} | {"TIERKV_CONFIG"}
     for variable in re.findall(r"TIERKV_[A-Z_]*[A-Z]", text):
         assert any(name.startswith(variable) for name in known), variable
-    source = Path(metrics.__file__).read_text()
+    source = "".join(Path(module.__file__).read_text() for module in (metrics, pool_metrics))
+    source = source.replace("{kind}", "pool")
+    prefixes = ("", "tierkv_", "tierkv_tier_", "tierkv_pool_", "tierkv_pool_member_")
     for name in re.findall(r"`(tierkv_[a-z_]+)`", text):
         base = name.removesuffix("_total")
-        last = base.removeprefix("tierkv_").removeprefix("tier_")
-        assert f'"{base}"' in source or f'"{last}"' in source, name
+        known_names = [base.removeprefix(prefix) for prefix in prefixes if base.startswith(prefix)]
+        assert any(f'"{each}"' in source for each in known_names), name
 
 
 def test_links_lead_somewhere() -> None:
