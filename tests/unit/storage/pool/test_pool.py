@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.pages import page_content, page_keys, take_content
-from tests.unit.storage.pool.nodes import (
+from tests.support.pool_nodes import (
     HOST_PAGES,
     NEVER,
     PAGE_BYTES,

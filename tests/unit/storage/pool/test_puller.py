@@ -11,7 +11,7 @@ import pytest
 from tests.support.clock import ManualClock
 from tests.support.memory_tier import MemoryTier
 from tests.support.pages import page_content, page_keys, take_content
-from tests.unit.storage.pool.nodes import (
+from tests.support.pool_nodes import (
     NEVER,
     PAGE_BYTES,
     WAIT_S,

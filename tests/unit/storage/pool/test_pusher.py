@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from tests.support.pages import page_key, page_keys, take_content
-from tests.unit.storage.pool.nodes import (
+from tests.support.pool_nodes import (
     NEVER,
     WAIT_S,
     GatedPeer,

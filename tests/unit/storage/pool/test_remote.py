@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from tests.unit.storage.pool.nodes import NEVER, Node, free_address, start_node, until
+from tests.support.pool_nodes import NEVER, Node, free_address, start_node, until
 from tests.unit.storage.remote_conformance import Pair, RemoteConformance
 
 

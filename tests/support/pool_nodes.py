@@ -209,7 +209,7 @@ class Node:
 
     def index(self, other: Node) -> PeerIndex:
         """What this node knows of another's pages."""
-        index = self.link(other).index(PAGE_BYTES)
+        index = self.link(other).index(self.remote.page_bytes)
         assert index is not None
         return index
 
@@ -280,6 +280,7 @@ def start_node(
     open_class: Callable[[int, float], bool] | None = None,
     membership: Membership | None = None,
     key: bytes = KEY,
+    page_bytes: int = PAGE_BYTES,
     **changes: Any,
 ) -> Node:
     """A node that runs. `changes` go over its PoolConfig. `clock` is that of pool and store; the
@@ -298,18 +299,19 @@ def start_node(
     members = membership or StaticMembership(config)
     pool = Pool(config, gate, members, Epoch(epoch, clock), clock, open_class)
     pool.start()
+    nvme_bytes = NvmeTier.capacity_for(page_bytes, nvme_pages) if nvme_pages else 0
     store = TieredStore.open(
         StoreConfig(
-            page_bytes=PAGE_BYTES,
-            host_bytes=HostTier.capacity_for(PAGE_BYTES, host_pages),
+            page_bytes=page_bytes,
+            host_bytes=HostTier.capacity_for(page_bytes, host_pages),
             host_arena_path=arena,
             nvme_root=folder if nvme_pages else None,
-            nvme_bytes=NvmeTier.capacity_for(PAGE_BYTES, nvme_pages) if nvme_pages else 0,
+            nvme_bytes=nvme_bytes,
             nvme_min_free_bytes=0,
         ),
         clock,
     )
-    remote = pool.attach(PAGE_BYTES)
+    remote = pool.attach(page_bytes)
     store.attach_remote(remote)
     return Node(config, pool, gate, store, remote, clock)
 
