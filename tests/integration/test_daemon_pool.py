@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,19 +24,13 @@ from tests.support.daemon_process import (
     STOP_S,
     DaemonProcess,
     shared_folder,
-    small_config,
 )
+from tests.support.loopback_pool import KEY, NO_COPIES, WAIT_S, Nodes, await_true, free_port
 from tests.support.mooncake_cluster import why_absent
 from tests.support.pages import page_content, page_key, put_store
 from tierkv.cli.main import main
 from tierkv.client.client import Client
-from tierkv.storage.types import CommitOutcome, PageKey, TierName
-
-WAIT_S = 20.0
-KEY = "11" * 32
-HOSTS = 3
-NO_COPIES = {"copy_after": 1000, "hot_after": 1000, "rebalance_bytes_per_s": 0}
-"""Pages stay where they were committed."""
+from tierkv.storage.types import CommitOutcome, TierName
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is loopback on Linux")
 
@@ -46,107 +39,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is lo
 def folder() -> Iterator[Path]:
     with shared_folder() as made:
         yield made
-
-
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-class Nodes:
-    """Daemons of one pool, one on each of 127.0.0.2, .3, ... A context manager."""
-
-    def __init__(self, folder: Path, hosts: int = HOSTS, **pool: Any) -> None:
-        self._folder = folder
-        self._pool = pool
-        self._clients: dict[int, Client] = {}
-        self.addresses = [f"127.0.0.{host + 2}" for host in range(hosts)]
-        self.ports = [free_port(address) for address in self.addresses]
-        self.http_ports = [free_port("127.0.0.1") for _ in range(hosts)]
-        self.daemons: list[DaemonProcess] = []
-
-    def __enter__(self) -> Nodes:
-        for host in range(len(self.addresses)):
-            self.daemons.append(DaemonProcess(self.settings(host)))
-        for daemon in self.daemons:
-            daemon.await_ready()
-        self.await_live()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for client in self._clients.values():
-            client.close()
-        for daemon in self.daemons:
-            daemon.__exit__(*exception)
-
-    def settings(self, host: int) -> dict[str, Any]:
-        place = self._folder / f"n{host}"
-        place.mkdir(exist_ok=True)
-        listen = [f"{a}:{p}" for a, p in zip(self.addresses, self.ports, strict=True)]
-        pool = {
-            "listen": listen[host],
-            "members": [each for each in listen if each != listen[host]],
-            "key": KEY,
-            "host_share": 0.5,
-            "nvme_share": 0.5,
-            "heartbeat_s": 0.1,
-            "suspect_s": 1.0,
-            **self._pool,
-        }
-        http = {"http_host": "127.0.0.1", "http_port": self.http_ports[host], "http_token": "t"}
-        return small_config(place, pool=pool, **http)
-
-    def client(self, host: int) -> Client:
-        if host not in self._clients:
-            self._clients[host] = Client(self.daemons[host].config.socket_path, PAGE_BYTES)
-        return self._clients[host]
-
-    def await_live(self, others: int | None = None) -> None:
-        wanted = len(self.addresses) - 1 if others is None else others
-        for daemon in self.daemons:
-            if daemon.process.poll() is None:
-                daemon.await_status(
-                    f"{wanted} live members",
-                    lambda status: (
-                        sum(bool(m["live"]) for m in status["pool"]["members"]) == wanted
-                    ),
-                )
-
-    def put(self, host: int, *numbers: int) -> list[PageKey]:
-        """Commit pages on a host and wait until the copies it wants are acknowledged."""
-        keys = [page_key(number) for number in numbers]
-        assert set(put_store(self.client(host), keys)) == {CommitOutcome.COMMITTED}
-        self.await_copied(host)
-        return keys
-
-    def await_copied(self, host: int) -> None:
-        self.daemons[host].await_status(
-            "no copies to make",
-            lambda status: (
-                not any(
-                    each["remote"]["pushes_queued"] for each in status["classes"] if each["remote"]
-                )
-            ),
-        )
-
-    def take(self, host: int, keys: list[PageKey]) -> list[TierName]:
-        """Fetch pages on a host, each as itself; their tiers. Every byte is compared."""
-        client = self.client(host)
-        await_true("every page is known", lambda: None not in client.lookup(keys))
-        tiers: list[TierName] = []
-        for key in keys:
-            with client.fetch([key], WAIT_S).take(WAIT_S) as lease:
-                assert lease.keys == [key], f"{key.hex()} was not found"
-                assert bytes(lease.views[0]) == page_content(key, PAGE_BYTES)
-                tiers += lease.tiers
-        return tiers
-
-
-def await_true(what: str, wanted: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not wanted():
-        assert time.monotonic() < deadline, f"never came true: {what}"
 
 
 def test_a_page_of_one_node_is_fetched_on_another(folder: Path) -> None:
