@@ -37,6 +37,8 @@ from tierkv.storage.store import TieredStore
 
 BACKLOG = 256
 CONNECT_S = 1.0
+ASKERS = 4
+"""Threads for look-ups that wait for a remote tier."""
 CLOSE_MARGIN_S = 0.5
 """Beyond the time that the remote tier was given to close."""
 
@@ -150,6 +152,8 @@ class Daemon:
             self._open_remote,
         )
         service.remote = remote
+        if self.config.mooncake is not None:
+            service.askers = Workers(ASKERS, service.loop, "asks")
         await service.waiters.submit(remote.start)
 
     async def _listen(self, loop: asyncio.AbstractEventLoop) -> asyncio.AbstractServer:
@@ -192,7 +196,7 @@ class Daemon:
             deadline = service.loop.time() + timeout_s
             await _close_remote(service, timeout_s / 2)
             await service.classes.close(max(0.1, deadline - service.loop.time()))
-            for pool in (service.workers, service.waiters):
+            for pool in {service.workers, service.waiters, service.askers}:
                 pool.close(0.1)
             self._service = None
         if self._lock is not None:

@@ -73,6 +73,8 @@ class Service:
         """For what reads or copies payloads: it ends soon."""
         self.waiters = waiters
         """For what waits for disks: flush, drop, opening."""
+        self.askers = waiters
+        """For look-ups that ask a remote tier: a flush must not keep them waiting."""
         self.clock = SystemClock()
         self.timer = HoldTimer(loop)
         self.quarantine = Quarantine(loop)

@@ -63,7 +63,7 @@ def lookup(service: Service, session: Session, request: Request) -> Result:
 
 async def _lookup_later(service: Service, store: TieredStore, keys: list[PageKey]) -> Fields:
     """The remote tier may have to be asked: that takes a network, so it takes a thread."""
-    return _tiers(await service.waiters.submit(partial(store.lookup, keys)))
+    return _tiers(await service.askers.submit(partial(store.lookup, keys)))
 
 
 def _tiers(found: Sequence[TierName | None]) -> Fields:
@@ -297,7 +297,7 @@ def prefetch(service: Service, session: Session, request: Request) -> Result:
 async def _prefetch_later(
     service: Service, session: Session, pages: PageClass, keys: list[PageKey], wait_s: float
 ) -> Fields:
-    there = await service.waiters.submit(partial(pages.store.lookup, keys))
+    there = await service.askers.submit(partial(pages.store.lookup, keys))
     if session.closed:
         return {}
     return _prefetched(service, session, pages, keys, wait_s, there)
