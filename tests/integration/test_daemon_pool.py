@@ -367,6 +367,8 @@ def test_a_wrong_key_is_told_once_by_each(
         again = [await_member(daemon, capfd, has("key")) for daemon in (first, second)]
         assert not any(member["live"] for member in again)
     for daemon in (first, second):
+        # One about the member's calls here, one about those from here.
+        assert len([line for line in daemon.lines() if "key" in line]) == 2, daemon.lines()
         assert len(told_by_link(daemon, "key")) == 1, daemon.lines()
 
 
