@@ -164,6 +164,11 @@ class Link:
         return self._state
 
     @property
+    def pause_s(self) -> float:
+        """How long it rests before the next try to connect."""
+        return self._pause_s
+
+    @property
     def live(self) -> bool:
         """True while the peer is greeted and was heard of lately. O(1), takes no lock."""
         return (

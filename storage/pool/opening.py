@@ -20,10 +20,12 @@ from tierkv.storage.transport.plane import DataPlane
 from tierkv.storage.transport.planes import NegotiatedTransport
 from tierkv.storage.transport.tcp import TlsContexts
 
-MESSAGE_CONNECTIONS = 6
-"""Heartbeat, two pullers, a pusher, and those of other page sizes: a message that waits on the
-other side must not hold up the heartbeat."""
+MESSAGE_CONNECTIONS = 12
+"""Heartbeat, and for each page size two pullers and a pusher: a message that waits on the other
+side must not hold up the heartbeat. Opened when they are needed."""
 READ_CONNECTIONS = 2
+IDLE_S = 120.0
+"""Connections of a peer that is gone without a word are not kept for longer."""
 IO_S_MIN, IO_S_MAX = 1.0, 10.0
 
 PlaneOpener = Callable[[str, TransportLimits, Clock], DataPlane]
@@ -72,9 +74,10 @@ def transport_limits(config: PoolConfig) -> TransportLimits:
     """What a pool's transport has to allow."""
     members = len(config.members) or MEMBERS_MAX
     return TransportLimits(
-        peer_connections=(members + 8) * (MESSAGE_CONNECTIONS + READ_CONNECTIONS),
+        peer_connections=2 * (members + 8) * (MESSAGE_CONNECTIONS + READ_CONNECTIONS),
         message_connections=MESSAGE_CONNECTIONS,
         read_connections=READ_CONNECTIONS,
+        idle_s=max(IDLE_S, 2 * config.suspect_s),
         io_s=min(max(config.transfer_s, IO_S_MIN), IO_S_MAX),
     )
 

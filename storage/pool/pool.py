@@ -271,6 +271,7 @@ class Pool:
             self._membership.join(self._own_address, self.own_name, after)
         for link in self.links():
             link.greet_again()
+            link.hurry()
 
     def link_changed(self, link: Link) -> None:
         """See LinkOwner."""
