@@ -69,14 +69,17 @@ class StoreLibrary(Protocol):
 def prepare_environment(config: MooncakeConfig) -> None:
     """Set what bounds the library's own waits, where the user has not set it otherwise.
 
-    Without it an absent master is tried for 90 s and a silent one is waited for 30 s at a time.
+    Without it an absent master is tried for 90 s, a silent one is waited for 30 s at a time, and
+    so is a node that sends nothing. A call waits several times for the node: its pages queue up.
     """
-    seconds = str(max(1, math.ceil(config.call_s)))
+    silence = str(max(1, math.ceil(config.call_s / 4)))
+    connect = str(max(1, math.ceil(config.connect_s)))
     for name, value in (
         ("MC_STORE_CLIENT_SETUP_RETRIES", "1"),
         ("MC_RPC_TIMEOUT_MS", str(max(1, int(config.call_s * 1000)))),
-        ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
-        ("MC_TCP_STATUS_TIMEOUT_SEC", seconds),
+        ("MC_TCP_PROGRESS_TIMEOUT_SEC", silence),
+        ("MC_TCP_STATUS_TIMEOUT_SEC", silence),
+        ("MC_HANDSHAKE_CONNECT_TIMEOUT", connect),
         ("MC_LOG_LEVEL", "ERROR"),
     ):
         os.environ.setdefault(name, value)

@@ -33,9 +33,15 @@ def assert_usable(config: MooncakeConfig) -> None:
     # The child gives up by itself sooner than it is killed, and can say more.
     patience = replace(config, call_s=config.connect_s)
     command = [sys.executable, "-P", "-m", __name__, json.dumps(asdict(patience))]
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise ConfigError(
+            f"mooncake: no process could be started to try the library: {error.strerror}; make "
+            f"room for one, or see why {sys.executable!r} cannot be run"
+        ) from error
     try:
         said, _ = child.communicate(timeout=START_S + 2 * config.connect_s)
     except subprocess.TimeoutExpired:

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -274,6 +274,30 @@ def test_h1_a_master_that_never_answers_holds_nobody_up(calm: Calm) -> None:
         wait_until(lambda: made.remote.stats().degraded is None, "it is never asked again")
 
 
+def test_h1_a_node_that_stands_still_writes_into_nobody_elses_slot_later(calm: Calm) -> None:
+    with calm_world(calm, page_bytes=2 << 20) as made:
+        first, *keys = made.put(*range(9))
+        # The library waits a minute for the greeting of a node that it has not met before.
+        assert take_content(made.here, [first]) == 1
+        made.cluster.node.stop()
+        try:
+            with made.here.fetch(keys, SHORT_S).take(WAIT_S) as lease:
+                assert lease.keys == []
+            assert made.remote.stats().running > 0
+            made.here.check()
+            # The library gives up by itself; from then on the slots are anybody's.
+            assert made.here.wait_quiet(LONG_S)
+            assert made.here.host.stats().reserved_pages == 0
+            others = page_keys(*range(100, 124))
+            assert len(put_store(made.here, others)) == 24
+        finally:
+            made.cluster.node.go_on()
+        # It answers again, and has sent what was left of the pages if it ever will.
+        wait_until(lambda: calm.raw.put("alive", bytes(4096)) == 0, "the node does not go on")
+        wait_until(lambda: len(calm.raw.get("alive")) == 4096, "the node does not answer")
+        assert take_content(made.here, others) == 24
+
+
 def test_c4_a_full_cluster_refuses_copies_and_each_is_counted(calm: Calm) -> None:
     with calm_world(calm, page_bytes=4 << 20) as made:
         keys = page_keys(*range(20))
@@ -298,10 +322,32 @@ def test_a_master_that_cannot_be_used_is_one_clear_line(kind: str) -> None:
             "mute": (f"{HOST}:{mute.getsockname()[1]}", "does not answer"),
             "nameless": ("no-such-host.invalid:50051", "is not reached"),
         }[kind]
-        with pytest.raises(ConfigError, match=said) as caught:
+        with ticking() as ticks, pytest.raises(ConfigError, match=said) as caught:
             open_mooncake(settings(master, connect_s=1.0))
+        # The library's own setup() would have stopped every thread until it gave up.
+        assert kind != "mute" or ticks() > 100
         assert master in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+@contextmanager
+def ticking() -> Iterator[Callable[[], int]]:
+    """How often another thread came to run meanwhile."""
+    count = 0
+    ended = threading.Event()
+
+    def tick() -> None:
+        nonlocal count
+        while not ended.wait(0.001):
+            count += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        yield lambda: count
+    finally:
+        ended.set()
+        thread.join(WAIT_S)
 
 
 def test_an_address_that_is_not_ours_is_one_clear_line() -> None:

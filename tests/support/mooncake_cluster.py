@@ -27,7 +27,7 @@ CALL_S = 4.0
 """What bounds the library's own waits in the tests' process."""
 LEASE_MS = 200
 """Short, so that a test can remove what was just read."""
-NODE_TTL_S = 3
+NODE_TTL_S = 10
 """The master forgets a dead node's pages after so long."""
 
 _NODE = """
@@ -82,6 +82,13 @@ class StoreNode:
         if said != "ready":
             self.kill()
             raise AssertionError(f"store node: expected ready, got {said!r}")
+
+    def stop(self) -> None:
+        """It stands still, in the middle of whatever it sends, until go_on()."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9. Idempotent."""
