@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tierkv.daemon.status import namespace_rows, status_fields
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.errors import ConfigError, TierIOError
+from tierkv.storage.identity import Fingerprint
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.remote import POOL_OWNER
 from tierkv.storage.types import TierName
@@ -109,6 +111,42 @@ async def test_pages_of_others_are_fetched_for_the_session(folder: Path) -> None
             assert await client.lookup(keys) == [TierName.HOST, TierName.HOST, None]
         daemon.service.check()
         assert source.attached == [PAGE_BYTES] and "check" in source.calls
+
+
+async def test_what_was_fetched_belongs_to_the_sessions_namespace(folder: Path) -> None:
+    source = FakeSource()
+    source.put(1, 2, 3)
+    model = Fingerprint(
+        weights_digest=bytes(32),
+        architecture=(("layers", 2),),
+        kv_dtype="float32",
+        kv_quantisation="none",
+        page_tokens=16,
+        tenant="acme",
+    )
+    keys = [page_key(number) for number in (1, 2, 3)]
+    async with daemon_of(settings(folder), source) as daemon:
+        async with AsyncClient(daemon.config.socket_path, PAGE_BYTES, model) as client:
+            with await client.fetch(keys, WAIT_S) as lease:
+                assert len(lease.keys) == 3
+        (row,) = namespace_rows(daemon.service)
+        assert (row["tenant"], row["pages"]["host"]) == ("acme", 3)
+
+
+async def test_a_start_that_fails_leaves_the_pool(folder: Path) -> None:
+    source = FakeSource()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = replace(settings(folder), http_host="127.0.0.1", http_port=port)
+        with pytest.raises(ConfigError, match="choose another port"):
+            async with daemon_of(config, source):
+                pass
+    assert source.calls == ["close"]
+    # Everything is free for the next one.
+    async with daemon_of(settings(folder), FakeSource()):
+        pass
 
 
 async def test_a_lookup_that_asks_waits_in_a_thread(folder: Path) -> None:
