@@ -28,6 +28,7 @@ class BenchName(StrEnum):
     ENGINE = "engine"
     RESTORE = "restore"
     OFFLOAD = "offload"
+    REMOTE = "remote"
     DAEMON = "daemon"
 
 
@@ -51,7 +52,7 @@ def bench(
     ] = None,
     as_json: shared.JsonOption = False,
 ) -> int:
-    """Measure: radix, tier, engine, restore, offload or daemon.
+    """Measure: radix, tier, engine, restore, offload, daemon or remote.
 
     Exits 0 when it measured, whatever the figures.
     """
