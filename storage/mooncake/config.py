@@ -91,9 +91,10 @@ class MooncakeConfig:
             )
         if not self.address or not self.metadata:
             raise ConfigError("mooncake: address and metadata must not be empty; set both")
-        for name in ("segment_bytes",):
-            if (value := getattr(self, name)) < 0:
-                raise ConfigError(f"mooncake: {name} is {value}, expected at least 0")
+        if self.segment_bytes < 0:
+            raise ConfigError(
+                f"mooncake: segment_bytes is {self.segment_bytes}, expected at least 0"
+            )
         for name in (
             "local_buffer_bytes",
             "replicas",

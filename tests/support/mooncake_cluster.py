@@ -25,8 +25,6 @@ HOST = "127.0.0.1"
 READY_S = 30.0
 CALL_S = 4.0
 """What bounds the library's own waits in the tests' process."""
-LEASE_MS = 200
-"""Short, so that a test can remove what was just read."""
 NODE_TTL_S = 10
 """The master forgets a dead node's pages after so long."""
 
@@ -162,7 +160,6 @@ class MooncakeCluster:
                 f"--metrics_port={free_port()}",
                 f"--metrics_host={HOST}",
                 "--enable_metric_reporting=false",
-                f"--default_kv_lease_ttl={LEASE_MS}",
                 f"--client_ttl={NODE_TTL_S}",
             ],
             stdout=subprocess.DEVNULL,
