@@ -23,7 +23,7 @@ from tierkv.storage.remote import FINAL, Pull, PullState
 from tierkv.storage.types import CommitOutcome
 
 WATCH_STOP_S = 5.0
-BATCH_PAGES_MIN = 4
+BATCH_PAGES_MIN = 8
 """What one of several workers takes at least, if there is so much."""
 
 

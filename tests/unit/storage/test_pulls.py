@@ -139,7 +139,7 @@ def test_workers_share_what_is_queued() -> None:
         sizes.append(len(batch))
         for pull in batch:
             at.queue.end(pull, PullState.MISSED)
-    assert sizes == [10, 5, 4, 1]
+    assert sizes == [10, 8, 2]
     at.close()
 
 
