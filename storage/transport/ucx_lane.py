@@ -31,6 +31,9 @@ from tierkv.storage.transport.ucx_wire import (
 
 TAGS = 1 << TAG_BITS
 
+_abandoned: list[Lane] = []
+"""Never freed: freeing a worker is one more progress()."""
+
 
 def tag_of(nonce: int, number: int, slot: int) -> int:
     """Tag of message `slot` of read `number`; see ucx_wire.py."""
@@ -113,6 +116,9 @@ class Lane:
         # Asked first, received next: nothing arrives before the next progress(), so that no page
         # ever waits in memory of UCX's own, and the peer works meanwhile.
         self._send(pack_read(self._secret, request))
+        if not self._endpoint.alive:
+            # Sending may find out. What is received on a dead endpoint is never ended by UCX.
+            raise TierIOError("connection lost")
         raw = bytearray(result_bytes(len(ranges)))
         result = self._receive(raw, number, 0)
         receives = [self._receive(view, number, slot) for slot, view in enumerate(views, 1)]
@@ -158,6 +164,14 @@ class Lane:
     def settled(self) -> bool:
         """After abort(): nothing that was posted is written to any more."""
         return all(request.done for request in self._posted)
+
+    def abandon(self) -> None:
+        """After abort(), in the place of close(), when UCX does not end all that was posted.
+
+        The endpoint is closed, and bytes move only inside progress() of this worker, which nobody
+        calls any more: so nothing posted is written to either. Costs the worker's memory.
+        """
+        _abandoned.append(self)
 
     def close(self) -> None:
         """Free the worker. Once settled."""

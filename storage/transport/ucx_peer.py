@@ -36,6 +36,7 @@ LANES_MAX = 2
 """Lanes that may break under a read before it is given up."""
 BUSY_WAIT_S = 0.1
 """UCX may miss a wake-up; while something is under way it is asked so often all the same."""
+SETTLE_WAIT_S = 0.01
 IDLE_WAIT_S = 5.0
 STOP_S = 5.0
 
@@ -367,15 +368,14 @@ class UcxPeer(PlanePeer):
             return
         lane.abort()
         late = self._clock.monotonic() + self._limits.io_s
-        while not lane.settled:
-            lane.worker.progress()
-            if not lane.settled:
-                self._waker.wait(lane.worker, BUSY_WAIT_S)
-            if late < self._clock.monotonic():
-                # Never seen. The reads stay open: their memory is not the caller's yet.
-                log.error("peer=%s lane=aborted but not settled", self.peer_name)
-                late += self._limits.io_s
-        lane.close()
+        while not lane.settled and self._clock.monotonic() < late:
+            if not lane.worker.progress():
+                self._waker.wait(lane.worker, SETTLE_WAIT_S)
+        if lane.settled:
+            lane.close()
+        else:
+            log.error("peer=%s lane=aborted but not settled, abandoned", self.peer_name)
+            lane.abandon()
 
     def _end(self, job: _Job, outcomes: list[PageOutcome] | None, error: str | None) -> None:
         """Give the views back and tell the reader."""

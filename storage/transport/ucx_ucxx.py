@@ -63,8 +63,9 @@ class _UcxxRequest:
 
 
 class _UcxxEndpoint:
-    def __init__(self, api: Any, endpoint: Any) -> None:
+    def __init__(self, api: Any, worker: _UcxxWorker, endpoint: Any) -> None:
         self._api = api
+        self._worker = worker
         self.endpoint = endpoint
 
     @property
@@ -72,6 +73,7 @@ class _UcxxEndpoint:
         return bool(self.endpoint.alive)
 
     def abort(self) -> None:
+        self._worker.cancels = True
         try:
             self.endpoint.close_blocking()
         except self._api.UCXError as error:
@@ -88,6 +90,8 @@ class _UcxxWorker:
         self._any_tag = (api.UCXXTag(0), api.UCXXTagMask(0))
         self._pending: list[tuple[_UcxxRequest, bytearray | None]] = []
         self.strays = 0
+        self.cancels = False
+        """An endpoint was aborted since the last progress()."""
         try:
             # A context of its own: UCX shares one between threads only when told to, and the
             # binding does not tell it.
@@ -107,7 +111,10 @@ class _UcxxWorker:
 
     def progress(self) -> bool:
         step = self._worker.progress_once
-        if not step():
+        if self.cancels or not step():
+            # This cancels what a failed endpoint left behind; progress_once() does not.
+            self.cancels = False
+            self._worker.progress()
             return False
         for _ in range(PROGRESS_STEPS):
             if not step():
@@ -124,7 +131,7 @@ class _UcxxWorker:
             endpoint = self._api.UCXEndpoint.create_from_worker_address(self._worker, target, True)
         except self._api.UCXError as error:
             raise TierIOError(f"connect: {_line(error)}") from error
-        return _UcxxEndpoint(self._api, endpoint)
+        return _UcxxEndpoint(self._api, self, endpoint)
 
     def send(self, endpoint: UcxEndpoint, data: Buffer, tag: Tag) -> _UcxxRequest:
         assert isinstance(endpoint, _UcxxEndpoint)
