@@ -61,6 +61,8 @@ class Roster:
                 if epoch < known.epoch or (epoch == known.epoch and not same):
                     return Standing.FENCED
                 if epoch == known.epoch:
+                    # It may have called itself otherwise in between.
+                    self._names[boot_token] = name
                     return Standing.KNOWN
                 self._names.pop(known.boot_token, None)
             elif len(self._lives) >= NAMES_MAX:
