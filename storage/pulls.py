@@ -11,7 +11,9 @@ as FAILED then, with no worker's help.
 
 from __future__ import annotations
 
+import logging
 import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -25,6 +27,8 @@ from tierkv.storage.types import CommitOutcome
 WATCH_STOP_S = 5.0
 BATCH_PAGES_MIN = 8
 """What one of several workers takes at least, if there is so much."""
+
+log = logging.getLogger(__name__)
 
 
 class _Lane:
@@ -58,6 +62,7 @@ class PullQueue:
         self._ended: Counter[PullState] = Counter()
         self._closing = False
         self._wakes = 0
+        self._restarts = 0
         self._watch = DeadlineWatch(clock)
         self._watched_until: float | None = None
         """The moment at which the watch looks next; None: it does not."""
@@ -244,6 +249,11 @@ class PullQueue:
         """Pulls that found no room."""
         return self._refused
 
+    @property
+    def restarts(self) -> int:
+        """Times that ending late pulls failed by an error of this node."""
+        return self._restarts
+
     def ended(self, state: PullState) -> int:
         """How many pulls ended so."""
         return self._ended[state]
@@ -311,7 +321,13 @@ class PullQueue:
 
     def _look(self, moment: float) -> None:
         """Runs in the watch at `moment`: end what is late, and come back for what is left."""
-        self.expire()
+        try:
+            self.expire()
+        except Exception:  # noqa: BLE001
+            # The one supervisor here: a bug met by one pull must not end the watch that keeps the
+            # deadlines of all later ones (lesson H2).
+            log.error("pulls: %s", traceback.format_exc())
+            self._restarts += 1
         with self._lock:
             # Deadlines may have been moved later, and an earlier look may have been added since.
             if self._watched_until is not None and self._watched_until <= moment:

@@ -24,7 +24,7 @@ from typing import Protocol
 from tierkv.storage.clock import Clock
 from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.holdings import fingerprints
-from tierkv.storage.pool.link import Link
+from tierkv.storage.pool.link import Link, LinkState
 from tierkv.storage.pool.placement import rank
 from tierkv.storage.pool.pusher import Copy, CopyEnd, Pusher
 from tierkv.storage.remote import POOL_OWNER, LocalStore
@@ -309,7 +309,7 @@ class Copies:
 
     def _pusher(self, link: Link, copy: Copy) -> bool:
         with self._changed:
-            if self._closing:
+            if self._closing or link.state is LinkState.CLOSED:
                 return False
             pusher = self._pushers.get(link)
             if pusher is None:

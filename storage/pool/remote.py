@@ -34,7 +34,7 @@ from tierkv.storage.errors import TierIOError
 from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.copies import Copies
 from tierkv.storage.pool.holdings import Fingerprints, Holdings, fingerprints
-from tierkv.storage.pool.link import Link
+from tierkv.storage.pool.link import Link, LinkState
 from tierkv.storage.pool.placement import rank
 from tierkv.storage.pool.puller import Puller
 from tierkv.storage.pool.pusher import CopyEnd, Pusher
@@ -284,7 +284,9 @@ class PoolRemote(Remote):
             push_duplicates=copies.ended(CopyEnd.THERE),
             push_dropped=copies.dropped,
             push_failed=copies.ended(CopyEnd.REFUSED) + copies.ended(CopyEnd.GONE),
-            worker_restarts=restarts + copies.restarts + self._balance.restarts,
+            worker_restarts=(
+                restarts + copies.restarts + self._balance.restarts + self._queue.restarts
+            ),
             known_pages=sum(index.known for index in indexes if index is not None),
             degraded=self._around.problem(),
         )
@@ -357,7 +359,7 @@ class PoolRemote(Remote):
         """See to it that somebody takes the pulls of this peer."""
         with self._lock:
             puller = self._pullers.get(link)
-            if puller is None and not self._closing:
+            if puller is None and not self._closing and link.state is not LinkState.CLOSED:
                 puller = self._pullers[link] = Puller(
                     link,
                     self._queue,

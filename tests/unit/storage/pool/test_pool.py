@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.pages import page_content, page_keys, take_content
+from tests.support.pages import page_content, page_keys, put_store, take_content
 from tests.support.pool_nodes import (
     HOST_PAGES,
     NEVER,
@@ -29,9 +29,11 @@ from tierkv.storage.pool import copies, remote
 from tierkv.storage.pool.config import Address
 from tierkv.storage.pool.link import LinkState
 from tierkv.storage.pool.members import Membership
+from tierkv.storage.pool.remote import PoolRemote
 from tierkv.storage.remote import POOL_OWNER, PullState
-from tierkv.storage.tiers.nvme_layout import write_json
-from tierkv.storage.types import PageKey, TierName
+from tierkv.storage.store import StoreConfig, TieredStore
+from tierkv.storage.tiers.host import HostTier
+from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
 QUIET: dict[str, Any] = {"copy_after": NEVER, "hot_after": NEVER}
 SEED = 20261129
@@ -341,7 +343,6 @@ def test_what_a_former_life_leased_is_quarantined_not_freed(tmp_path: Path) -> N
         until(
             lambda: far.pool.status()["leases"]["pages"] == 1, lambda: far.pool.status()["leases"]
         )
-        write_json(path, {"format": "tierkv-pool-epoch", "version": 1, "epoch": 5})
         # A new life of the same process: what it leased before is nobody's now.
         near.pool.fenced(near.pool.own_epoch, "a test")
         until(
@@ -481,6 +482,59 @@ def test_a_page_size_that_only_others_use_is_opened_when_they_ask() -> None:
     finally:
         for node in made:
             node.stop()
+
+
+def add_size(node: Node, page_bytes: int) -> tuple[TieredStore, PoolRemote]:
+    """A second page size on a node."""
+    store = TieredStore.open(
+        StoreConfig(page_bytes=page_bytes, host_bytes=HostTier.capacity_for(page_bytes, 32))
+    )
+    remote = node.pool.attach(page_bytes)
+    store.attach_remote(remote)
+    return store, remote
+
+
+def test_page_sizes_do_not_mix_and_one_goes_without_the_other() -> None:
+    with running_nodes(2, **QUIET) as nodes:
+        near, far = nodes
+        other = 3 * PAGE_BYTES
+        near_store, near_remote = add_size(near, other)
+        far_store, _ = add_size(far, other)
+        try:
+            keys = page_keys(*range(8))
+            far.put(keys[:4])
+            assert put_store(far_store, keys[4:]) == [CommitOutcome.COMMITTED] * 4
+            until(
+                lambda: all(near.remote.holds(keys[:4])) and all(near_remote.holds(keys[4:])),
+                lambda: near.pool.status(),
+            )
+            assert near.remote.holds(keys) == [True] * 4 + [False] * 4
+            assert near_remote.holds(keys) == [False] * 4 + [True] * 4
+            assert take_content(near_store, keys[4:]) == 4
+            assert near.pool.status()["members"][0]["page_sizes"] == [PAGE_BYTES, other]
+            near.check()
+            far_store.close()
+            until(lambda: not any(near_remote.holds(keys)), lambda: near.pool.status())
+            assert take_content(near.store, keys[:4]) == 4, "the other size is served on"
+        finally:
+            near_store.close()
+            far_store.close()
+
+
+def test_a_store_that_closes_under_a_reader_is_a_miss_there() -> None:
+    with running_nodes(2, **QUIET) as nodes:
+        near, far = nodes
+        keys = page_keys(*range(4))
+        far.put(keys)
+        nodes.await_known(keys)
+        with near.gate.stalled():
+            pulls = [near.pull(key) for key in keys]
+            until(lambda: far.pool.status()["leases"]["pages"] == 4, lambda: far.pool.status())
+            assert far.remote.close(WAIT_S), "what a peer has leased does not keep the arena"
+            assert far.pool.status()["leases"]["pages"] == 0
+        states = {pull.future.result(WAIT_S).state for pull in pulls}
+        assert states <= {PullState.MISSED, PullState.FAILED}
+        assert near.store.lookup_here(keys) == [False] * 4
 
 
 # --- everything at once ---------------------------------------------------------------------
