@@ -26,23 +26,16 @@ import threading
 import traceback
 from collections import Counter
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.breaker import Breaker
 from tierkv.storage.clock import Clock
-from tierkv.storage.errors import TierClosedError, TierError, TierIOError
+from tierkv.storage.errors import TierError, TierIOError
 from tierkv.storage.pool.config import Address, PoolConfig
+from tierkv.storage.pool.exchange import Session, exchange, refusal_text
 from tierkv.storage.pool.follower import Follower
-from tierkv.storage.pool.messages import (
-    AnyRequest,
-    Hello,
-    Refusal,
-    Request,
-    Status,
-    read_answer,
-    write_request,
-)
+from tierkv.storage.pool.messages import AnyRequest, Hello, Refusal, Request, Status
 from tierkv.storage.pool.peer_index import PeerIndex
 from tierkv.storage.transport.base import Peer, PeerIdentity, Transport
 
@@ -66,13 +59,6 @@ class LinkState(Enum):
     REFUSED = "refused"
     LIVE = "live"
     CLOSED = "closed"
-
-
-class Session(NamedTuple):
-    """One life of a peer, and the connection to it. Leases and offsets belong to a session."""
-
-    peer: Peer
-    epoch: int
 
 
 class LinkOwner(Protocol):
@@ -213,7 +199,7 @@ class Link:
         A refusal that concerns epochs has been acted on when it is returned: greeting anew, or
         this node's own next epoch, is under way.
         """
-        return self._exchange(session.peer, request, session.epoch, timeout_s)
+        return self._exchange(session, request, timeout_s)
 
     def hurry(self) -> None:
         """Do now what waits for a pause to end: the peer was heard of elsewhere."""
@@ -333,9 +319,9 @@ class Link:
         """Say HELLO and take over what the peer says of itself. TierIOError."""
         with self._changed:
             self._greet_due = False
-        answer = self._exchange(peer, self._owner.hello(), 0, self._config.suspect_s)
+        answer = self._exchange(Session(peer, 0), self._owner.hello(), self._config.suspect_s)
         if isinstance(answer, Refusal):
-            self._lose(_refusal_text(answer), LinkState.REFUSED)
+            self._lose(refusal_text(answer), LinkState.REFUSED)
             return
         problem = self._owner.met(self, peer.identity, answer)
         if problem is not None:
@@ -377,9 +363,10 @@ class Link:
             peer = self._peer
             if peer is None:
                 raise TierIOError(f"follow {self.lane}: {self.problem}")
-            answer = self._exchange(peer, cast(Request[object], request), self.epoch, timeout_s)
+            session = Session(peer, self.epoch)
+            answer = self._exchange(session, cast(Request[object], request), timeout_s)
             if isinstance(answer, Refusal) and answer.status is not Status.NO_CLASS:
-                raise TierIOError(f"follow {self.lane}: {_refusal_text(answer)}")
+                raise TierIOError(f"follow {self.lane}: {refusal_text(answer)}")
             return answer
 
         was_silent = self._state is LinkState.LIVE and not self.live
@@ -397,32 +384,16 @@ class Link:
         if changed:
             self._owner.link_changed(self)
 
-    def _exchange(
-        self, peer: Peer, request: Request[_A], epoch: int, timeout_s: float
-    ) -> _A | Refusal:
-        own = self._owner.own_epoch
-        message = write_request(cast(AnyRequest, request), own, epoch)
-        try:
-            envelope, answer = read_answer(peer.message(message, timeout_s), request)
-        except TierClosedError as error:
-            raise TierIOError(f"ask {self.lane}: {error}") from error
+    def _exchange(self, session: Session, request: Request[_A], timeout_s: float) -> _A | Refusal:
+        answer = exchange(session, request, self._owner.own_epoch, timeout_s)
         if isinstance(answer, Refusal):
             self._heed(answer)
-            return answer
-        if epoch and envelope.sender_epoch != epoch:
-            # It began a new life between the greeting and this answer.
-            self.greet_again()
-            raise TierIOError(
-                f"ask {self.lane}: expected an answer of epoch {epoch}, "
-                f"got one of {envelope.sender_epoch}"
-            )
-        self._heard = self._clock.monotonic()
+        else:
+            self._heard = self._clock.monotonic()
         return answer
 
     def _heed(self, refusal: Refusal) -> None:
         """Act on what a refusal says about epochs and leaving."""
-        if refusal.status is Status.DAMAGED:
-            raise TierIOError(f"ask {self.lane}: the message arrived with flipped bits")
         if refusal.status is Status.FENCED:
             self._owner.fenced(refusal.epoch, self.name or self.lane)
             self.greet_again()
@@ -457,13 +428,3 @@ class Link:
 
 def _breaker(config: PoolConfig, clock: Clock) -> Breaker:
     return Breaker(clock, config.breaker_failures, config.breaker_open_s)
-
-
-def _refusal_text(refusal: Refusal) -> str:
-    if refusal.status is Status.REFUSED:
-        return f"it refused: {refusal.text}"
-    if refusal.status is Status.FENCED:
-        return f"it knows this node's name with epoch {refusal.epoch}"
-    if refusal.status is Status.STALE:
-        return f"it is at epoch {refusal.epoch} now" if refusal.epoch else "it was not greeted"
-    return f"it answered {refusal.status.name}"

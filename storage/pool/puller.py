@@ -23,8 +23,9 @@ from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierError, TierIOError
 from tierkv.storage.pool.borrow import Borrow, Verdict
 from tierkv.storage.pool.config import PoolConfig
+from tierkv.storage.pool.exchange import Session
 from tierkv.storage.pool.holdings import fingerprint
-from tierkv.storage.pool.link import Link, Session
+from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.messages import LeaseAsk, LeaseGrant, Refusal, ReleaseAsk, Status
 from tierkv.storage.pulls import PullQueue
 from tierkv.storage.remote import Pull, PullState

@@ -27,8 +27,9 @@ from tierkv.storage.checksum import CHECKSUM_BYTES
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierError, TierIOError
 from tierkv.storage.pool.config import PoolConfig
+from tierkv.storage.pool.exchange import Session
 from tierkv.storage.pool.holdings import fingerprint, fingerprints
-from tierkv.storage.pool.link import Link, Session
+from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.messages import OfferedPage, Refusal, StoreAsk, StoreOutcome
 from tierkv.storage.remote import LocalStore
 from tierkv.storage.types import PageKey

@@ -103,6 +103,25 @@ def test_h1_a_queued_pull_ends_at_its_deadline_with_no_workers_help() -> None:
     at.close()
 
 
+def test_h2_the_watch_of_deadlines_survives_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Fixture()
+    expire = at.queue.expire
+    broken = threading.Event()
+
+    def bug() -> None:
+        if not broken.is_set():
+            broken.set()
+            raise RuntimeError("a bug of ours")
+        expire()
+
+    monkeypatch.setattr(at.queue, "expire", bug)
+    pull = at.pull(1, 0.05)
+    at.queue.submit([("a", pull)])
+    assert pull.future.result(WAIT_S).state is PullState.FAILED
+    assert broken.is_set() and at.queue.restarts == 1
+    at.close()
+
+
 def test_h1_a_deadline_that_was_moved_later_counts() -> None:
     clock = ManualClock()
     at = Fixture(clock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.support.pool_nodes import (
     start_node,
     until,
 )
+from tests.unit.storage.remote_conformance import run_threads
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.pool import copies, remote
 from tierkv.storage.pool.config import Address
@@ -143,8 +145,6 @@ def test_a_member_listed_under_two_addresses_is_met_once() -> None:
 
 def relay(target: Address) -> Address:
     """Another address of the same node: a socket that passes bytes on, both ways."""
-    import threading
-
     server = socket.create_server(("127.0.0.1", 0))
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
@@ -590,6 +590,58 @@ def test_random_work_with_lost_connections_is_never_wrong() -> None:
         assert got > 100, "little was found"
         nodes.await_live()
         assert all(node.store.wait_quiet(WAIT_S) for node in nodes)
+
+
+def test_threads_fences_and_lost_connections_are_never_wrong() -> None:
+    print(f"seed {SEED}")
+    chaos: dict[str, Any] = {
+        "host_share": 0.5,
+        "host_pages": 40,
+        "hot_replicas": 2,
+        "rebalance_bytes_per_s": 1 << 20,
+        "suspect_s": 0.5,
+        "breaker_open_s": 0.05,
+        "lease_s": 1.0,
+        "transfer_s": 1.0,
+        "store_s": 1.0,
+    }
+    errors: list[BaseException] = []
+
+    def work(nodes: Nodes, number: int) -> None:
+        random_ = random.Random(SEED + number)
+        try:
+            for _ in range(60):
+                node = nodes[random_.randrange(3)]
+                first = random_.randrange(100)
+                keys = page_keys(*range(first, first + random_.randrange(1, 10)))
+                act = random_.random()
+                if act < 0.3:
+                    put_some(node, keys)
+                elif act < 0.85:
+                    take_content(node.store, keys, random_.choice((0.05, 0.5, 2.0)))
+                elif act < 0.92:
+                    node.store.drop(keys, TierName.HOST)
+                elif act < 0.95:
+                    random_.choice(node.gate.peers).close()
+                elif act < 0.97:
+                    node.pool.fenced(node.pool.own_epoch, "a test")
+                else:
+                    node.store.fetch(keys, 1.0).cancel()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    with running_nodes(3, **chaos) as nodes:
+        run_threads([threading.Thread(target=work, args=(nodes, n)) for n in range(4)])
+        assert not errors, errors[0]
+        nodes.await_live()
+        # What one node takes in may be what another copies: twice, so that both have ended.
+        assert all(node.store.wait_quiet(WAIT_S) for node in nodes.nodes * 2)
+        keys = page_keys(*range(500, 508))
+        nodes[0].put(keys)
+        nodes.await_known(keys)
+        assert [take_content(node.store, keys) for node in nodes] == [8] * 3
+        assert sum(node.remote.stats().worker_restarts for node in nodes) == 0
+        assert all(node.store.wait_quiet(WAIT_S) for node in nodes.nodes * 2)
 
 
 def put_some(node: Node, keys: list[PageKey]) -> None:
