@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange
 from tierkv.storage.transport.ucx_address import Addresses
-from tierkv.storage.transport.ucx_library import TAG_BITS, TAG_CONTROL, UcxLibrary, UcxRequest
+from tierkv.storage.transport.ucx_library import TAG_CONTROL, TAGS, UcxLibrary, UcxRequest
 from tierkv.storage.transport.ucx_wire import (
     LANE_BYTES,
     SLOT_BITS,
@@ -28,8 +28,6 @@ from tierkv.storage.transport.ucx_wire import (
     result_bytes,
     unpack_result,
 )
-
-TAGS = 1 << TAG_BITS
 
 _abandoned: list[Lane] = []
 """Never freed: freeing a worker is one more progress()."""
@@ -63,7 +61,7 @@ class Lane:
         """Starts a worker and greets the peer. TierIOError when that cannot even be begun."""
         self._secret = offer.secret
         self._lane = secrets.token_bytes(LANE_BYTES)
-        self._nonce = secrets.randbits(TAG_BITS)
+        self._nonce = secrets.randbelow(TAGS)
         self._number = 0
         self._sends: list[tuple[UcxRequest, bytearray]] = []
         self._posted: list[UcxRequest] = []
@@ -74,10 +72,7 @@ class Lane:
             own = addresses.pack(self.worker.address())
             self._endpoint = self.worker.connect(target)
             self._welcome_raw = bytearray(result_bytes(0))
-            self._welcome = self.worker.receive(
-                self._endpoint, self._welcome_raw, tag_of(self._nonce, 0, 0)
-            )
-            self._posted.append(self._welcome)
+            [self._welcome] = self._receive([self._welcome_raw], 0)
             hello = pack_hello(self._secret, Hello(self._lane, self._nonce, own))
             self._send(bytearray(hello))
         except TierIOError:
@@ -85,7 +80,7 @@ class Lane:
             raise
 
     def _send(self, message: bytearray) -> None:
-        request = self.worker.send(self._endpoint, message, TAG_CONTROL)
+        [request] = self.worker.send(self._endpoint, [message], TAG_CONTROL)
         self._sends = [entry for entry in self._sends if not entry[0].done]
         self._sends.append((request, message))
 
@@ -120,14 +115,13 @@ class Lane:
             # Sending may find out. What is received on a dead endpoint is never ended by UCX.
             raise TierIOError("connection lost")
         raw = bytearray(result_bytes(len(ranges)))
-        result = self._receive(raw, number, 0)
-        receives = [self._receive(view, number, slot) for slot, view in enumerate(views, 1)]
+        result, *receives = self._receive([raw, *views], number)
         return Transfer(number, receives, result, raw)
 
-    def _receive(self, into: bytearray | memoryview, number: int, slot: int) -> UcxRequest:
-        request = self.worker.receive(self._endpoint, into, tag_of(self._nonce, number, slot))
-        self._posted.append(request)
-        return request
+    def _receive(self, into: Sequence[bytearray | memoryview], number: int) -> Sequence[UcxRequest]:
+        requests = self.worker.receive(self._endpoint, into, tag_of(self._nonce, number, 0))
+        self._posted.extend(requests)
+        return requests
 
     def collect(self, transfer: Transfer) -> list[PageOutcome] | None:
         """Outcomes of a read all of whose messages are there; None while some are not.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tierkv.storage.types import Buffer
@@ -19,7 +19,8 @@ from tierkv.storage.types import Buffer
 TAG_CONTROL = 0x7469_6572_6B76_0001
 """Tag of everything that was not asked for: greetings and requests to a server."""
 PROGRESS_STEPS = 64
-TAG_BITS = 64
+TAGS = 1 << 64
+"""Tags are counted modulo this."""
 
 Tag = int
 
@@ -65,10 +66,15 @@ class UcxWorker(Protocol):
 
     def connect(self, address: bytes) -> UcxEndpoint: ...
 
-    def send(self, endpoint: UcxEndpoint, data: Buffer, tag: Tag) -> UcxRequest: ...
+    def send(
+        self, endpoint: UcxEndpoint, parts: Sequence[Buffer], tag: Tag
+    ) -> Sequence[UcxRequest]:
+        """A message a part, with tags from `tag` upwards."""
 
-    def receive(self, endpoint: UcxEndpoint, into: Buffer, tag: Tag) -> UcxRequest:
-        """`into` may be longer than what comes."""
+    def receive(
+        self, endpoint: UcxEndpoint, into: Sequence[Buffer], tag: Tag
+    ) -> Sequence[UcxRequest]:
+        """A message a buffer, with tags from `tag` upwards. What comes may be shorter."""
 
     def take_messages(self) -> list[bytes]:
         """Complete messages nobody posted a receive for; longer ones than allowed are dropped."""

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import re
 import select
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.ucx_library import (
     PROGRESS_STEPS,
     TAG_CONTROL,
+    TAGS,
     Tag,
     UcxEndpoint,
     UcxWorker,
@@ -163,8 +164,11 @@ class _PyWorker:
                 endpoint.endpoint.close()
                 self._endpoints.remove(endpoint)
 
-    def send(self, endpoint: UcxEndpoint, data: Buffer, tag: Tag) -> _PyRequest:
+    def send(self, endpoint: UcxEndpoint, parts: Sequence[Buffer], tag: Tag) -> list[_PyRequest]:
         assert isinstance(endpoint, _PyEndpoint)
+        return [self._send(endpoint, part, (tag + at) % TAGS) for at, part in enumerate(parts)]
+
+    def _send(self, endpoint: _PyEndpoint, data: Buffer, tag: Tag) -> _PyRequest:
         array = self._array(data)
         request = _PyRequest(array, endpoint.posted)
         try:
@@ -176,9 +180,12 @@ class _PyWorker:
         request.begin(handle)
         return request
 
-    def receive(self, endpoint: UcxEndpoint, into: Buffer, tag: Tag) -> _PyRequest:
+    def receive(self, endpoint: UcxEndpoint, into: Sequence[Buffer], tag: Tag) -> list[_PyRequest]:
         assert isinstance(endpoint, _PyEndpoint)
-        return self._receive(into, tag, endpoint.posted, endpoint.endpoint)
+        return [
+            self._receive(buffer, (tag + at) % TAGS, endpoint.posted, endpoint.endpoint)
+            for at, buffer in enumerate(into)
+        ]
 
     def _receive(
         self, into: Buffer, tag: Tag, posted: set[_PyRequest], endpoint: Any = None

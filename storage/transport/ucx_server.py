@@ -23,7 +23,7 @@ from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, TransportLimits
 from tierkv.storage.transport.ucx_address import Addresses
-from tierkv.storage.transport.ucx_lane import TAGS, tag_of
+from tierkv.storage.transport.ucx_lane import tag_of
 from tierkv.storage.transport.ucx_library import UcxEndpoint, UcxRequest, UcxWorker, Waker
 from tierkv.storage.transport.ucx_wire import (
     MARKER,
@@ -259,7 +259,9 @@ class UcxServer:
             self._lanes[hello.lane] = lane
             lane.sendings.append(greeting)
         try:
-            greeting.sends.append(self._answer(lane, 0, []))
+            welcome = pack_result(self._secret, lane.lane, 0, [])
+            tag = tag_of(lane.nonce, 0, 0)
+            greeting.sends.extend(self._worker.send(endpoint, [welcome], tag))
         except TierIOError as error:
             self._doom(lane, str(error))
 
@@ -304,10 +306,9 @@ class UcxServer:
             sending.bytes_out += length
         sending.ok = outcomes.count(PageOutcome.OK)
         sending.gone = outcomes.count(PageOutcome.GONE)
-        sending.sends.append(self._answer(lane, request.number, outcomes))
+        message = pack_result(self._secret, lane.lane, request.number, outcomes)
         tag = tag_of(lane.nonce, request.number, 0)
-        for slot, page in enumerate(pages, 1):
-            sending.sends.append(self._worker.send(lane.endpoint, page, (tag + slot) % TAGS))
+        sending.sends.extend(self._worker.send(lane.endpoint, [message, *pages], tag))
 
     def _advance_all(self, now: float) -> None:
         for lane in list(self._lanes.values()):
@@ -342,10 +343,6 @@ class UcxServer:
                 self._counts["pages"] += sending.ok
                 self._counts["bytes"] += sending.bytes_out
                 self._counts["gone"] += sending.gone
-
-    def _answer(self, lane: _Lane, number: int, outcomes: list[PageOutcome]) -> UcxRequest:
-        message = pack_result(self._secret, lane.lane, number, outcomes)
-        return self._worker.send(lane.endpoint, message, tag_of(lane.nonce, number, 0))
 
     def _reap(self, now: float) -> None:
         """End lanes whose reader is gone, idle for long, or in the way of unregister()."""

@@ -8,13 +8,14 @@ tells a dead peer and what closing can rely on. Used by ucx.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.ucx_library import (
     PROGRESS_STEPS,
     TAG_CONTROL,
+    TAGS,
     Tag,
     UcxEndpoint,
     UcxWorker,
@@ -133,24 +134,29 @@ class _UcxxWorker:
             raise TierIOError(f"connect: {_line(error)}") from error
         return _UcxxEndpoint(self._api, self, endpoint)
 
-    def send(self, endpoint: UcxEndpoint, data: Buffer, tag: Tag) -> _UcxxRequest:
+    def send(self, endpoint: UcxEndpoint, parts: Sequence[Buffer], tag: Tag) -> list[_UcxxRequest]:
         assert isinstance(endpoint, _UcxxEndpoint)
-        array = self._array(data)
-        try:
-            request = endpoint.endpoint.tag_send(array, self._api.UCXXTag(tag))
-        except self._api.UCXError as error:
-            raise TierIOError(f"send: {_line(error)}") from error
-        return _UcxxRequest(self._api, request, array)
+        return self._post(endpoint.endpoint.tag_send, parts, tag)
 
-    def receive(self, endpoint: UcxEndpoint, into: Buffer, tag: Tag) -> _UcxxRequest:
+    def receive(
+        self, endpoint: UcxEndpoint, into: Sequence[Buffer], tag: Tag
+    ) -> list[_UcxxRequest]:
         assert isinstance(endpoint, _UcxxEndpoint)
-        array = self._array(into)
+        # The endpoint's receive, not the worker's: closing the endpoint ends it.
+        return self._post(endpoint.endpoint.tag_recv, into, tag)
+
+    def _post(self, call: Any, buffers: Sequence[Buffer], tag: Tag) -> list[_UcxxRequest]:
+        # Once a page: names that are looked up here are not looked up in the loop.
+        api, new_array, new_tag = self._api, self._array, self._api.UCXXTag
+        posted = []
         try:
-            # The endpoint's receive, not the worker's: closing the endpoint ends it.
-            request = endpoint.endpoint.tag_recv(array, self._api.UCXXTag(tag))
-        except self._api.UCXError as error:
-            raise TierIOError(f"receive: {_line(error)}") from error
-        return _UcxxRequest(self._api, request, array)
+            for buffer in buffers:
+                array = new_array(buffer)
+                posted.append(_UcxxRequest(api, call(array, new_tag(tag)), array))
+                tag = (tag + 1) % TAGS
+        except api.UCXError as error:
+            raise TierIOError(f"{call.__name__}: {_line(error)}") from error
+        return posted
 
     def take_messages(self) -> list[bytes]:
         while len(self._pending) < PENDING_MESSAGES_MAX:

@@ -458,7 +458,7 @@ class TestStrangers:
         for size in (1, 32, 33, 200, 5000, 60_000, 1 << 20, 1, 300):
             data = rng.randbytes(size)
             tag = rng.choice([TAG_CONTROL, 5, rng.getrandbits(64)])
-            sent.append((worker.send(endpoint, data, tag), data))
+            sent.append((worker.send(endpoint, [data], tag)[0], data))
         progress(worker, lambda: all(request.done for request, _ in sent))
         until(lambda: serving.served().refused_messages == len(sent))
         assert fetch(peer, [PageRange(0, 5000)])[0] == [PageOutcome.OK]
@@ -483,7 +483,7 @@ class TestStrangers:
                 address = genuine[:8] + rng.randbytes(2) + genuine[10:]
             hello = Hello(rng.randbytes(16), rng.getrandbits(64), address)
             message = pack_hello(known.secret, hello)
-            sent.append((worker.send(endpoint, message, TAG_CONTROL), message))
+            sent.append((worker.send(endpoint, [message], TAG_CONTROL)[0], message))
         progress(worker, lambda: all(request.done for request, _ in sent))
         until(lambda: serving.served().refused_messages >= 10)
         assert fetch(peer, [PageRange(0, 5000)])[0] == [PageOutcome.OK]

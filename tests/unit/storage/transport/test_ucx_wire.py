@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hmac
 import random
 import struct
+from hashlib import blake2b
 
 import pytest
 
@@ -16,12 +16,14 @@ from tierkv.storage.transport.ucx_address import (
     WholeAddresses,
     device_of,
 )
-from tierkv.storage.transport.ucx_lane import TAGS, tag_of
+from tierkv.storage.transport.ucx_lane import tag_of
+from tierkv.storage.transport.ucx_library import TAGS
 from tierkv.storage.transport.ucx_wire import (
     PROOF_BYTES,
     Hello,
     Offer,
     ReadRequest,
+    Side,
     pack_hello,
     pack_offer,
     pack_read,
@@ -104,7 +106,7 @@ class TestMessages:
         rng = random.Random(SEED)
         for _ in range(2000):
             body = bytes([rng.randrange(5)]) + rng.randbytes(rng.randrange(0, 80))
-            proof = hmac.digest(SECRET, b"tierkv ucx v1\0client\0" + body, "sha256")
+            proof = blake2b(body, key=SECRET, person=Side.CLIENT, digest_size=32).digest()
             try:
                 request = unpack_request(SECRET, body + proof)
             except TierIOError:
