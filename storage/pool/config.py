@@ -16,6 +16,10 @@ KEY_BYTES_MIN = 16
 PORT = 7422
 TRANSPORTS = ("nixl", "ucx", "tcp")
 MEMBERS_MAX = 256
+BATCH_PAGES_MAX = 1024
+"""As many as one LEASE or STORE carries: docs/formats/pool.md."""
+NAME_BYTES_MAX = 255
+"""As long as a HELLO says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +35,20 @@ class Address:
     @classmethod
     def parse(cls, text: str, default_port: int = PORT) -> Address:
         """Read `host`, `host:port` or `[ipv6]:port`. ConfigError naming the text."""
-        host, _, port = text.rpartition(":")
         if text.startswith("["):
-            host, _, port = text[1:].partition("]")
-            port = port.removeprefix(":")
-        elif not host or ":" in host:
-            # No port at all, or a bare IPv6 address.
-            host, port = text, ""
-        if not host or (port and not (port.isdigit() and 0 <= int(port) <= 65535)):
+            host, closed, rest = text[1:].partition("]")
+            sound = bool(closed) and ":" in host
+        elif text.count(":") > 1:
+            # A bare IPv6 address.
+            host, rest, sound = text, "", True
+        else:
+            host, colon, port = text.partition(":")
+            rest, sound = colon + port, True
+        port = rest.removeprefix(":")
+        # isdecimal() alone takes digits of other scripts; 5000 of them are no number for int().
+        digits = rest[:1] == ":" and port.isascii() and port.isdecimal() and len(port) <= 5
+        sound &= not rest or (digits and int(port) <= 65535)
+        if not sound or not host or not host.isprintable() or " " in host:
             raise ConfigError(f"pool: address {text!r} is not host:port; write one like node2:7422")
         return cls(host, int(port) if port else default_port)
 
@@ -71,7 +81,9 @@ class PoolConfig:
     transports: tuple[str, ...] = ("tcp",)
     """In order of preference; tcp is always possible and always last."""
     replicas: int = 1
+    """Copies of a page on other members, beside the one here: 1 survives the loss of a node."""
     hot_replicas: int = 2
+    """The same, of a page used `hot_after` times."""
     copy_after: int = 1
     """Uses after which a page gets its replicas; its commit is the first."""
     hot_after: int = 4
@@ -115,6 +127,15 @@ class PoolConfig:
         for name in ("replicas", "hot_replicas", "copy_after", "hot_after", "batch_pages"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"pool: {name} is {value}, expected at least 1")
+        if self.batch_pages > BATCH_PAGES_MAX:
+            raise ConfigError(
+                f"pool: batch_pages is {self.batch_pages}, expected up to {BATCH_PAGES_MAX}"
+            )
+        if self.breaker_failures < 1 or not 0 < self.breaker_open_s <= 600:
+            raise ConfigError(
+                f"pool: breaker_failures is {self.breaker_failures}, expected at least 1, and "
+                f"breaker_open_s {self.breaker_open_s}, expected above 0 and up to 600"
+            )
         if self.hot_replicas < self.replicas or self.hot_after < self.copy_after:
             raise ConfigError(
                 f"pool: hot_replicas {self.hot_replicas} and hot_after {self.hot_after} must be at "
@@ -135,6 +156,12 @@ class PoolConfig:
             raise ConfigError("pool: rebalance_bytes_per_s, pull_pages and push_pages are too low")
 
     def _check_members(self) -> None:
+        name = self.own_name
+        if len(name.encode("utf-8", "replace")) > NAME_BYTES_MAX or not name.isprintable():
+            raise ConfigError(
+                f"pool: name {name[:40]!r} cannot be said; take up to {NAME_BYTES_MAX} bytes "
+                "of printable text"
+            )
         if bool(self.members) == (self.etcd is not None):
             raise ConfigError("pool: give either members or etcd, exactly one of them")
         if len(self.members) > MEMBERS_MAX:
