@@ -203,6 +203,12 @@ class Copies:
             return len(self._offers) + self._open.total()
 
     @property
+    def quarantined(self) -> int:
+        """Batches whose pages are held for peers that did not answer."""
+        with self._changed:
+            return sum(pusher.quarantined for pusher in self._pushers.values())
+
+    @property
     def dropped(self) -> int:
         """Copies and offers that found a full queue."""
         return self._dropped

@@ -106,14 +106,9 @@ class Pusher:
         return self._restarts
 
     @property
-    def queued(self) -> int:
-        """Copies that are not being made yet."""
-        return len(self._queue)
-
-    @property
-    def held_leases(self) -> int:
-        """Leases in quarantine."""
-        return sum(len(leases) for _, leases in list(self._quarantine))
+    def quarantined(self) -> int:
+        """Batches whose pages are held for a peer that did not answer."""
+        return len(self._quarantine)
 
     def add(self, copy: Copy) -> bool:
         """Queue a copy; False when the queue is full, the peer is gone or no thread can be had."""
@@ -125,14 +120,6 @@ class Pusher:
             self._queue.append(copy)
             self._changed.notify_all()
             return True
-
-    def wait_room(self, timeout_s: float) -> bool:
-        """Wait until the queue is half empty; False past the timeout."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: self._closing or len(self._queue) <= self._config.push_pages // 2,
-                timeout_s,
-            )
 
     def empty(self) -> list[Copy]:
         """Take out all that is queued."""

@@ -55,7 +55,7 @@ class Rebalancer:
         self._changed = threading.Condition()
         self._due: float | None = None
         self._passes = 0
-        self._copied = 0
+        self._queued = 0
         self._restarts = 0
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -66,9 +66,9 @@ class Rebalancer:
         return self._passes
 
     @property
-    def queued_total(self) -> int:
+    def queued(self) -> int:
         """Copies that were queued for balance, since the start."""
-        return self._copied
+        return self._queued
 
     @property
     def restarts(self) -> int:
@@ -87,11 +87,6 @@ class Rebalancer:
                 )
                 self._thread.start()
             self._changed.notify_all()
-
-    def wait_pass(self, number: int, timeout_s: float) -> bool:
-        """Wait until `passes` is at least `number`; False past the timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._passes >= number, timeout_s)
 
     def drain(self, timeout_s: float) -> bool:
         """Have every page that is in host copied to some other member, hottest first, and wait.
@@ -153,20 +148,19 @@ class Rebalancer:
     def _pass(self) -> None:
         """Look at every page once, and queue what is missing of each, at the pace."""
         keys = self._store.keys_here()[::-1]
-        queued = 0
+        before = self._queued
         for start in range(0, len(keys), LOOKED_AT_ONCE):
             missing = self._missing(keys[start : start + LOOKED_AT_ONCE])
             step = max(1, int(self._config.rebalance_bytes_per_s * STEP_S / self._store.page_bytes))
             for first in range(0, len(missing), step):
                 made = self._copies.place(missing[first : first + step], background=True)
-                queued += made
-                self._copied += made
+                self._queued += made
                 if not self._pause(made):
                     return
         with self._changed:
             self._passes += 1
             self._changed.notify_all()
-        if queued:
+        if queued := self._queued - before:
             log.info("pool balance: page_bytes=%d copies=%d", self._store.page_bytes, queued)
 
     def _pause(self, copies: int) -> bool:

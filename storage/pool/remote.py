@@ -220,7 +220,23 @@ class PoolRemote(Remote):
     @property
     def rebalanced(self) -> int:
         """Copies that were queued for balance."""
-        return self._balance.queued_total
+        return self._balance.queued
+
+    @property
+    def balance_passes(self) -> int:
+        """Times that all pages were looked at for balance."""
+        return self._balance.passes
+
+    @property
+    def late_reads(self) -> int:
+        """Reads that outlived their deadline; their pulls hold slots until they end."""
+        with self._lock:
+            return sum(puller.late_reads for puller in self._pullers.values())
+
+    @property
+    def quarantined(self) -> int:
+        """Batches of pages that are held for peers that did not answer."""
+        return self._copies.quarantined
 
     def link_changed(self, link: Link, *, members: bool) -> None:
         """A member may be asked or not any more, takes copies or not. `members`: it came, fell

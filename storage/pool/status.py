@@ -65,6 +65,9 @@ def class_row(remote: PoolRemote) -> dict[str, Any]:
         "push_dropped": stats.push_dropped,
         "known_pages": stats.known_pages,
         "rebalanced": remote.rebalanced,
+        "balance_passes": remote.balance_passes,
+        "late_reads": remote.late_reads,
+        "quarantined_batches": remote.quarantined,
     }
 
 
