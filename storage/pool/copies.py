@@ -79,6 +79,7 @@ class Copies:
         self._unmade = 0
         """Wanted and not to be had, those in the background aside: flush() says so once."""
         self._unmade_told = 0
+        self._unmade_background = 0
         self._restarts = 0
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -146,8 +147,12 @@ class Copies:
             order = rank(key, names)
             there = {name for name in order if name in held and held[name][number]}
             free = [n for n in order if n not in there and members[n].takes_copies]
-            for name in free[: max(0, count - len(there))]:
+            lacking = max(0, min(count, len(names)) - len(there))
+            for name in free[:lacking]:
                 queued += self._queue(Copy(key, background), members[name])
+            if len(free) < lacking:
+                # They are live and may not be asked now: its next use, or balance, tries again.
+                self._count_unmade(lacking - len(free), background, key)
         return queued
 
     def abandon(self, link: Link) -> None:
@@ -207,6 +212,11 @@ class Copies:
         """Batches whose pages are held for peers that did not answer."""
         with self._changed:
             return sum(pusher.quarantined for pusher in self._pushers.values())
+
+    @property
+    def unmade_background(self) -> int:
+        """Copies for balance that were wanted and not to be had then."""
+        return self._unmade_background
 
     @property
     def dropped(self) -> int:
@@ -359,12 +369,18 @@ class Copies:
     def _forget_wanted(self, copy: Copy) -> None:
         """A copy could not be made: the page's next use asks for it again. Under the lock."""
         self._wanted.pop(copy.key, None)
-        if not copy.background:
+        if copy.background:
+            self._unmade_background += 1
+        else:
             self._unmade += 1
 
-    def _count_unmade(self, count: int, background: bool) -> None:
+    def _count_unmade(self, count: int, background: bool, key: PageKey | None = None) -> None:
         with self._changed:
-            if not background:
+            if key is not None:
+                self._wanted.pop(key, None)
+            if background:
+                self._unmade_background += count
+            else:
                 self._unmade += count
 
     def _quiet(self) -> bool:

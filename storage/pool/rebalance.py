@@ -1,8 +1,8 @@
 """Finds pages of one store that too few members have, and has copies made.
 
 Owns when to look and at which pace. Knows neither bytes nor peers: copies.py makes the copies. A
-pass begins when the live members have not changed for suspect_s, and begins anew when they do.
-Called by remote.py.
+pass begins when the live members have not changed for suspect_s, and begins anew when they do, or
+later when some of its copies could not be made. Called by remote.py.
 
 Of all live members that hold a page, the first in rank order makes what is missing, so that two
 never make the same copy while they agree on who is alive; where they do not, a copy too many is
@@ -36,6 +36,8 @@ LOOKED_AT_ONCE = 4096
 DRAIN_ROUNDS = 5
 """Times that drain() looks for what is nowhere else, a heartbeat apart."""
 IDLE_S = 60.0
+RETRY_S_MAX = 60.0
+"""Copies that could not be made are looked for again after suspect_s, then less often."""
 STOP_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class Rebalancer:
         self._clock = clock
         self._changed = threading.Condition()
         self._due: float | None = None
+        self._retry_s = config.suspect_s
         self._passes = 0
         self._queued = 0
         self._restarts = 0
@@ -80,12 +83,9 @@ class Rebalancer:
         if self._config.rebalance_bytes_per_s == 0:
             return
         with self._changed:
+            self._retry_s = self._config.suspect_s
             self._due = self._clock.monotonic() + self._config.suspect_s
-            if self._thread is None and not self._closing:
-                self._thread = threading.Thread(
-                    target=self._work, name=f"tierkv-balance-{self._store.page_bytes}", daemon=True
-                )
-                self._thread.start()
+            self._start()
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> bool:
@@ -120,6 +120,20 @@ class Rebalancer:
         thread.join(timeout_s)
         return not thread.is_alive()
 
+    def _start(self) -> None:
+        if self._thread is not None or self._closing:
+            return
+        thread = threading.Thread(
+            target=self._work, name=f"tierkv-balance-{self._store.page_bytes}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # The next change of members tries again.
+            log.error("pool balance: thread not started reason=%s", error)
+            return
+        self._thread = thread
+
     # --- its thread -----------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -148,7 +162,7 @@ class Rebalancer:
     def _pass(self) -> None:
         """Look at every page once, and queue what is missing of each, at the pace."""
         keys = self._store.keys_here()[::-1]
-        before = self._queued
+        before, unmade = self._queued, self._copies.unmade_background
         for start in range(0, len(keys), LOOKED_AT_ONCE):
             missing = self._missing(keys[start : start + LOOKED_AT_ONCE])
             step = max(1, int(self._config.rebalance_bytes_per_s * STEP_S / self._store.page_bytes))
@@ -157,8 +171,13 @@ class Rebalancer:
                 self._queued += made
                 if not self._pause(made):
                     return
+        if not self._wait_background(0):
+            return
         with self._changed:
             self._passes += 1
+            if self._due is None and self._copies.unmade_background > unmade:
+                self._due = self._clock.monotonic() + self._retry_s
+                self._retry_s = min(2 * self._retry_s, RETRY_S_MAX)
             self._changed.notify_all()
         if queued := self._queued - before:
             log.info("pool balance: page_bytes=%d copies=%d", self._store.page_bytes, queued)
@@ -167,12 +186,20 @@ class Rebalancer:
         """Wait for as long as so many copies may take; False when the pass is to end."""
         pause_s = copies * self._store.page_bytes / self._config.rebalance_bytes_per_s
         with self._changed:
-            stopped = self._changed.wait_for(
-                lambda: self._closing or self._due is not None, pause_s
-            )
+            self._changed.wait_for(self._stopped, pause_s)
         # No more of them than are being made: a slow peer must not fill the queues.
-        room = 4 * self._config.batch_pages
-        return not stopped and self._copies.wait_background(room, self._config.store_s)
+        return self._wait_background(4 * self._config.batch_pages)
+
+    def _wait_background(self, open_max: int) -> bool:
+        """Wait until so many copies are under way, however slow a peer is: each ends by itself.
+        False when the pass is to end."""
+        while not self._stopped():
+            if self._copies.wait_background(open_max, STEP_S):
+                return not self._stopped()
+        return False
+
+    def _stopped(self) -> bool:
+        return self._closing or self._due is not None
 
     def _missing(self, keys: Sequence[PageKey]) -> list[tuple[PageKey, int]]:
         """Pages that too few members have and this node is to copy, with how many shall."""

@@ -38,6 +38,8 @@ class Held:
 class Others:
     """Stands for Copies: who is live, what is wanted, and what was asked for."""
 
+    unmade_background = 0
+
     def __init__(self, members: dict[str, Sequence[PageKey]]) -> None:
         self.members = {name: Held(keys) for name, keys in members.items()}
         self.wanted: dict[PageKey, int] = {}

@@ -1,0 +1,83 @@
+"""Copies: what is said of them is true, and none is forgotten because a peer was slow once."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.pages import page_keys, take_content
+from tests.support.pool_nodes import NEVER, WAIT_S, running_nodes, until
+
+QUIET: dict[str, Any] = {"copy_after": NEVER, "hot_after": NEVER}
+NO_THREADS = "can't start new thread"
+
+
+def test_c4_a_copy_that_nobody_may_be_asked_for_is_said_and_tried_again() -> None:
+    with running_nodes(2, breaker_failures=1, breaker_open_s=600.0, host_share=1.0) as nodes:
+        one, two = nodes
+        one.link(two).breaker.failed()
+        assert one.link(two).live and not one.link(two).takes_copies
+        keys = page_keys(*range(4))
+        one.put(keys)
+        assert not one.remote.flush(WAIT_S), "four pages have no copy"
+        assert two.store.lookup_here(keys) == [False] * 4
+        # Its next use asks for the copy again, now that there is somebody.
+        one.link(two).breaker = type(one.link(two).breaker)(one.clock, 3, 0.5)
+        assert take_content(one.store, keys) == 4
+        assert one.remote.flush(WAIT_S)
+        assert two.store.lookup_here(keys) == [True] * 4
+
+
+def test_too_few_members_for_hot_pages_is_no_failure() -> None:
+    with running_nodes(2, replicas=2, hot_replicas=5, host_share=1.0) as nodes:
+        nodes[0].put(page_keys(1, 2))
+        assert nodes[0].remote.flush(WAIT_S), "there is one other member, and it has them"
+        assert nodes[1].store.lookup_here(page_keys(1, 2)) == [True, True]
+
+
+def test_balance_goes_on_after_a_peer_was_slow_for_longer_than_a_store_may_take() -> None:
+    settings = {**QUIET, "copy_after": 1, "suspect_s": 0.2, "host_share": 1.0, "batch_pages": 1}
+    settings |= {"rebalance_bytes_per_s": 1 << 30, "store_s": 0.5, "breaker_failures": 1000}
+    with running_nodes(2, [{}, {}], **settings) as nodes:
+        one, two = nodes
+        keys = page_keys(*range(40))
+        # Nobody takes copies at first, so that all of them are for balance.
+        one.pool._leaving = two.pool._leaving = True
+        until(lambda: one.link(two).leaving, lambda: one.link(two).leaving)
+        one.put(keys)
+        assert not one.remote.flush(WAIT_S)
+        with two.gate.stalled():
+            one.pool._leaving = two.pool._leaving = False
+            until(lambda: one.remote.rebalanced > 0, lambda: one.remote.rebalanced)
+            until(lambda: one.link(two).counts()["failures"] > 2, lambda: one.link(two).counts())
+        until(
+            lambda: all(two.store.lookup_here(keys)),
+            lambda: (sum(two.store.lookup_here(keys)), one.remote.rebalanced),
+        )
+
+
+def test_balance_without_a_thread_is_tried_again_and_closes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_nodes(2, rebalance_bytes_per_s=1 << 20, suspect_s=0.2, **QUIET) as nodes:
+        balance = nodes[0].remote._balance
+        until(lambda: balance.passes > 0, lambda: balance.passes)
+        assert balance.close(WAIT_S)
+        balance._thread, balance._closing = None, False
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.startswith("tierkv-balance"):
+                raise RuntimeError(NO_THREADS)
+            start(thread)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            balance.members_changed()
+        assert balance.close(WAIT_S), "there is nothing to wait for"
+        balance._closing = False
+        passes = balance.passes
+        balance.members_changed()
+        until(lambda: balance.passes > passes, lambda: balance.passes)
