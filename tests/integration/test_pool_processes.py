@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemon_process import ROOT
-from tests.support.pages import page_keys, take_content
+from tests.support.pages import page_keys, put_store, take_content
 from tests.support.pool_nodes import (
     NEVER,
     WAIT_S,
@@ -89,6 +89,12 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """Stop it, and see that it stands still."""
+        self.signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", stat.read_text)
 
     def kill(self) -> None:
         """kill -9."""
@@ -173,8 +179,9 @@ def running(
     try:
         pool.await_live()
         yield pool
-        assert pool.near.store.wait_quiet(WAIT_S)
-        pool.near.check()
+        if not pool.near.stopped:
+            assert pool.near.store.wait_quiet(WAIT_S)
+            pool.near.check()
         for child in pool.children:
             if child.process.poll() is None:
                 child.do("check")
@@ -234,7 +241,7 @@ def test_h4_a_paused_holder_is_silent_and_its_pages_come_from_the_other() -> Non
             lambda: all(link.known_pages == 8 for link in pool.near.pool.links()),
             lambda: [link.known_pages for link in pool.near.pool.links()],
         )
-        pool.children[0].signal(signal.SIGSTOP)
+        pool.children[0].pause()
         try:
             assert pool.get(0, 8) == 8
             until(lambda: not pool.link_live(0), lambda: pool.near.pool.status()["members"])
@@ -243,6 +250,19 @@ def test_h4_a_paused_holder_is_silent_and_its_pages_come_from_the_other() -> Non
             pool.children[0].signal(signal.SIGCONT)
         pool.await_live()
         assert pool.get(0, 8) == 8
+
+
+def test_h1_a_node_closes_while_a_member_that_reads_from_it_is_paused() -> None:
+    with running(1, store_s=600.0, transfer_s=600.0) as pool:
+        pool.children[0].pause()
+        try:
+            keys = page_keys(*range(8))
+            put_store(pool.near.store, keys)
+            until(lambda: pool.near.remote.stats().pushes_queued > 0, pool.near.remote.stats)
+            # Its last copies will never be answered; nothing of this node is read after.
+            pool.near.stop()
+        finally:
+            pool.children[0].signal(signal.SIGCONT)
 
 
 def test_an_acknowledged_copy_is_found_after_its_maker_was_killed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
@@ -29,6 +30,7 @@ from tests.unit.storage.remote_conformance import run_threads
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.pool import copies, remote
 from tierkv.storage.pool.config import Address
+from tierkv.storage.pool.holdings import fingerprints
 from tierkv.storage.pool.link import LinkState
 from tierkv.storage.pool.members import Membership
 from tierkv.storage.pool.remote import PoolRemote
@@ -640,8 +642,22 @@ def test_threads_fences_and_lost_connections_are_never_wrong() -> None:
         nodes[0].put(keys)
         nodes.await_known(keys)
         assert [take_content(node.store, keys) for node in nodes] == [8] * 3
+        assert all(node.store.wait_quiet(WAIT_S) for node in nodes.nodes * 2)
+        await_truth(nodes, page_keys(*range(110)))
         assert sum(node.remote.stats().worker_restarts for node in nodes) == 0
         assert all(node.store.wait_quiet(WAIT_S) for node in nodes.nodes * 2)
+
+
+def await_truth(nodes: Nodes, keys: list[PageKey]) -> None:
+    """Wait until every node believes of every other exactly what is true."""
+    prints = fingerprints(keys)
+    for one, other in itertools.permutations(nodes.nodes, 2):
+        until(
+            lambda one=one, other=other: (  # type: ignore[misc]
+                one.index(other).holds(prints).tolist() == other.store.lookup_here(keys)
+            ),
+            lambda one=one, other=other: (one.name, other.name),  # type: ignore[misc]
+        )
 
 
 def put_some(node: Node, keys: list[PageKey]) -> None:
