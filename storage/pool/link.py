@@ -293,6 +293,10 @@ class Link:
 
     def _rest(self, pause_s: float) -> None:
         with self._changed:
+            if self._state is not LinkState.LIVE:
+                # Two that greet and cannot follow each other hurry each other without end.
+                self._changed.wait_for(lambda: self._state is LinkState.CLOSED, PAUSE_S_MIN)
+                pause_s = max(0.0, pause_s - PAUSE_S_MIN)
             self._changed.wait_for(
                 lambda: (
                     self._hurry

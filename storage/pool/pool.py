@@ -155,9 +155,11 @@ class Pool:
         ended = True
         for link in links:
             ended &= link.close(left_s())
+        closed = True
         for remote in list(self._remotes.values()):
-            ended &= remote.close(left_s())
-        ended &= self._server.close(left_s())
+            closed &= remote.close(left_s())
+        # Of memory that can be read still, what is leased stays leased.
+        ended &= closed and self._server.close(left_s())
         if self._keeper.ident is not None:
             self._keeper.join(left_s())
         try:
@@ -210,9 +212,9 @@ class Pool:
     def reader(self, name: str) -> Peer | None:
         """See Directory."""
         for link in self.links():
-            if link.name == name:
-                session = link.session()
-                return None if session is None else session.peer
+            # A member that moved has a link at its former address too, with nobody behind it.
+            if link.name == name and (session := link.session()) is not None:
+                return session.peer
         return None
 
     def open_class(self, page_bytes: int, timeout_s: float) -> Served | None:
@@ -353,6 +355,8 @@ class Pool:
     # --- inside ---------------------------------------------------------------------------
 
     def _assert_free(self, page_bytes: int) -> None:
+        if self._closing.is_set():
+            raise ConfigError(f"pool: closing, pages of {page_bytes} bytes come too late")
         if page_bytes in self._remotes:
             raise ConfigError(
                 f"pool: pages of {page_bytes} bytes have a store already; close that first"
@@ -394,8 +398,12 @@ class Pool:
             link.close()
             for remote in remotes:
                 remote.link_closed(link)
-            if link.name is not None:
+            if link.name is not None and not self._speaks(link.name):
                 self._server.drop_member(link.name)
+
+    def _speaks(self, name: str) -> bool:
+        """Whether a member is live, at whatever address."""
+        return any(link.name == name and link.live for link in self.links())
 
     def _keep(self) -> None:
         """Life of the keeper: what comes with time and not with an event."""

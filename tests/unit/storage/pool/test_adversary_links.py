@@ -1,0 +1,158 @@
+"""Who is who: members that move, members that cannot be followed, and a pool that closes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pages import page_keys, put_store, take_content
+from tests.support.pool_nodes import (
+    NEVER,
+    PAGE_BYTES,
+    WAIT_S,
+    Node,
+    free_address,
+    running_nodes,
+    start_node,
+    until,
+)
+from tests.unit.storage.pool.test_pool import ListedMembers
+from tierkv.storage.errors import ConfigError, TierIOError
+from tierkv.storage.pool.messages import Verb
+from tierkv.storage.store import StoreConfig, TieredStore
+from tierkv.storage.tiers.host import HostTier
+
+QUIET: dict[str, Any] = {"copy_after": NEVER, "hot_after": NEVER}
+
+
+def leases(node: Node) -> dict[str, int]:
+    found = node.pool.status()["leases"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_member_that_moved_gives_and_takes_copies_at_its_new_address(tmp_path: Path) -> None:
+    old, new = free_address(), free_address()
+    path = tmp_path / "epoch"
+    keeper = start_node(free_address(), [old, new], host_share=1.0, **QUIET)
+    others = [keeper.config.own_address]
+    mover = start_node(old, others, name="mover", epoch=path, host_share=1.0)
+    try:
+        until(lambda: keeper.link(mover).live, lambda: keeper.link(mover).problem)
+        mover.stop()
+        mover = start_node(new, others, name="mover", epoch=path, host_share=1.0)
+        until(lambda: keeper.link(mover).live, lambda: keeper.link(mover).problem)
+        until(lambda: mover.link(keeper).live, lambda: mover.link(keeper).problem)
+        keys = page_keys(*range(8))
+        mover.put(keys)
+        assert mover.remote.flush(WAIT_S), mover.link(keeper).counts()
+        assert keeper.store.lookup_here(keys) == [True] * 8
+        assert [link.name for link in keeper.pool.links() if link.live] == ["mover"]
+        keeper.check()
+    finally:
+        mover.stop()
+        keeper.stop()
+
+
+def test_an_old_address_that_leaves_the_list_ends_no_lease_of_who_moved(tmp_path: Path) -> None:
+    old, new = free_address(), free_address()
+    path = tmp_path / "epoch"
+    members = ListedMembers()
+    holder = start_node(free_address(), [old], membership=members, **QUIET)
+    others = [holder.config.own_address]
+    mover = start_node(old, others, name="mover", epoch=path, **QUIET)
+    try:
+        members.set(old, new)
+        until(lambda: holder.link(mover).live, lambda: holder.link(mover).problem)
+        mover.stop()
+        mover = start_node(new, others, name="mover", epoch=path, **QUIET)
+        until(lambda: holder.link(mover).live, lambda: holder.link(mover).problem)
+        keys = page_keys(1)
+        holder.put(keys)
+        until(lambda: all(mover.store.lookup(keys)), lambda: mover.pool.status())
+        with mover.gate.stalled():
+            pull = mover.pull(keys[0])
+            until(lambda: leases(holder)["pages"] == 1, lambda: leases(holder))
+            members.set(new)
+            assert leases(holder)["quarantined_pages"] == 0, "whoever holds it is still here"
+        pull.future.result(WAIT_S)
+        until(lambda: leases(holder)["pages"] == 0, lambda: leases(holder))
+    finally:
+        mover.stop()
+        holder.stop()
+
+
+def test_two_members_that_cannot_follow_each_other_do_not_keep_each_other_busy() -> None:
+    addresses = [free_address(), free_address()]
+    one, two = (
+        start_node(address, [other for other in addresses if other != address], **QUIET)
+        for address in addresses
+    )
+    try:
+        until(lambda: one.link(two).live and two.link(one).live, lambda: one.link(two).problem)
+        greetings = threading.Semaphore(0)
+
+        def no_heartbeat(payload: bytes, timeout_s: float) -> None:
+            if payload[6] == Verb.HELLO:
+                greetings.release()
+            if payload[6] == Verb.SYNC:
+                raise TierIOError("a test lets nobody follow")
+
+        one.gate.before_message = two.gate.before_message = no_heartbeat
+        until(lambda: not (one.link(two).live or two.link(one).live), lambda: one.link(two).problem)
+        tries = [len(node.gate.peers) for node in (one, two)]
+        pause = threading.Event()
+        pause.wait(2.0)
+        made = [len(node.gate.peers) - was for node, was in zip((one, two), tries, strict=True)]
+        assert max(made) <= 2.0 / 0.1 + 1, f"{made} connections in 2 s"
+        one.gate.before_message = two.gate.before_message = None
+        until(lambda: one.link(two).live and two.link(one).live, lambda: one.link(two).problem)
+    finally:
+        one.stop()
+        two.stop()
+
+
+def test_leases_stay_while_memory_cannot_be_unregistered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with running_nodes(2, lease_s=60.0, **QUIET) as nodes:
+        reader, holder = nodes
+        keys = page_keys(1)
+        holder.put(keys)
+        nodes.await_known(keys)
+        with reader.gate.stalled():
+            pull = reader.pull(keys[0])
+            until(lambda: leases(holder)["pages"] == 1, lambda: leases(holder))
+
+            def stuck(generation: int) -> None:
+                raise TierIOError("unregister: a copy does not end")
+
+            with monkeypatch.context() as patched:
+                patched.setattr(holder.gate, "unregister", stuck)
+                assert not holder.pool.close(WAIT_S)
+                assert leases(holder)["pages"] == 1, "it may be read still"
+        assert holder.pool.close(WAIT_S)
+        assert leases(holder)["pages"] == 0
+        holder.store.close()
+        holder.stopped = True
+        pull.future.result(WAIT_S)
+
+
+def test_a_store_that_comes_when_the_pool_has_closed_stays_without_it() -> None:
+    node = start_node(free_address(), [free_address()], **QUIET)
+    size = 2 * PAGE_BYTES
+    late = TieredStore.open(StoreConfig(page_bytes=size, host_bytes=HostTier.capacity_for(size, 8)))
+    attached = node.pool.attach(size)
+    node.stop()
+    try:
+        with pytest.raises(ConfigError, match="clos"):
+            late.attach_remote(attached)
+        with pytest.raises(ConfigError, match="clos"):
+            node.pool.attach(size)
+        assert all(put_store(late, page_keys(1, 2)))
+        assert take_content(late, page_keys(1, 2)) == 2
+    finally:
+        late.close()
