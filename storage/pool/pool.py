@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +150,7 @@ class Pool:
         self._membership.close()
         with self._lock:
             links = list(self._all_links)
-        for link in links:
-            link.stop()
-        ended = True
-        for link in links:
-            ended &= link.close(left_s())
+        ended = _close_links(links, left_s)
         closed = True
         for remote in list(self._remotes.values()):
             closed &= remote.close(left_s())
@@ -428,6 +424,26 @@ class Pool:
         if before != now:
             for remote in remotes:
                 remote.link_changed(link, members=before[2:] != now[2:])
+
+
+def _close_links(links: Sequence[Link], left_s: Callable[[], float]) -> bool:
+    """Close all at once: a connection to a member that does not answer takes its time to end."""
+    closers: list[threading.Thread] = []
+    for link in links:
+        closer = threading.Thread(
+            target=link.close, args=(left_s(),), name=f"tierkv-closing-{link.lane}", daemon=True
+        )
+        try:
+            closer.start()
+        except RuntimeError:
+            # The system gives no more threads.
+            link.close(left_s())
+        else:
+            closers.append(closer)
+    for closer in closers:
+        closer.join(left_s())
+    stopped = [link.close(0.0) for link in links]
+    return all(stopped) and not any(closer.is_alive() for closer in closers)
 
 
 def open_pool(

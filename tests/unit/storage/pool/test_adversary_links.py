@@ -156,3 +156,30 @@ def test_a_store_that_comes_when_the_pool_has_closed_stays_without_it() -> None:
         assert take_content(late, page_keys(1, 2)) == 2
     finally:
         late.close()
+
+
+def test_h1_closing_waits_for_all_slow_connections_at_once() -> None:
+    with running_nodes(4, **QUIET) as nodes:
+        leaving = nodes[0]
+        together = threading.Barrier(3)
+        for peer in leaving.gate.peers:
+            if peer is not None:
+                patch_close(peer, together)
+        assert leaving.pool.close(WAIT_S)
+        assert not together.broken, "one after the other they would take the sum of their times"
+        leaving.store.close()
+        leaving.stopped = True
+
+
+def patch_close(peer: Any, together: threading.Barrier) -> None:
+    """Let the connection close when all others are closing too."""
+    inner, met = peer.inner, threading.Event()
+    close = inner.close
+
+    def slow() -> None:
+        if not met.is_set():
+            met.set()
+            together.wait(5.0)
+        close()
+
+    inner.close = slow
