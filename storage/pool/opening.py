@@ -24,6 +24,8 @@ MESSAGE_CONNECTIONS = 12
 """Heartbeat, and for each page size two pullers and a pusher: a message that waits on the other
 side must not hold up the heartbeat. Opened when they are needed."""
 READ_CONNECTIONS = 2
+WAIT_S_MAX = 3600.0
+"""Above every time that can be configured, and the sums that are made of them."""
 IDLE_S = 120.0
 """Connections of a peer that is gone without a word are not kept for longer."""
 IO_S_MIN, IO_S_MAX = 1.0, 10.0
@@ -77,6 +79,7 @@ def transport_limits(config: PoolConfig) -> TransportLimits:
         peer_connections=2 * (members + 8) * (MESSAGE_CONNECTIONS + READ_CONNECTIONS),
         message_connections=MESSAGE_CONNECTIONS,
         read_connections=READ_CONNECTIONS,
+        wait_s=WAIT_S_MAX,
         idle_s=max(IDLE_S, 2 * config.suspect_s),
         io_s=min(max(config.transfer_s, IO_S_MIN), IO_S_MAX),
     )

@@ -26,7 +26,14 @@ from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.exchange import Session
 from tierkv.storage.pool.holdings import fingerprint
 from tierkv.storage.pool.link import Link
-from tierkv.storage.pool.messages import LeaseAsk, LeaseGrant, Refusal, ReleaseAsk, Status
+from tierkv.storage.pool.messages import (
+    WAIT_MS_MAX,
+    LeaseAsk,
+    LeaseGrant,
+    Refusal,
+    ReleaseAsk,
+    Status,
+)
 from tierkv.storage.pulls import PullQueue
 from tierkv.storage.remote import Pull, PullState
 from tierkv.storage.transport.base import PageOutcome, PeerRead
@@ -207,6 +214,8 @@ class Puller:
         if self._routes.elsewhere(batch.mine, self.link):
             # So that a peer which does not answer leaves time for one that does.
             left_s /= 2
+        # A holder takes no longer than that to bring pages up, however long this node would wait.
+        left_s = min(left_s, self._config.transfer_s + self._config.suspect_s)
         if left_s < ASK_S_MIN:
             self._give_up(batch, batch.mine, PullState.FAILED)
             return None
@@ -214,7 +223,7 @@ class Puller:
             self._page_bytes,
             tuple(pull.key for pull in batch.mine),
             hold_ms=max(1, int(self._config.lease_s * 1000)),
-            wait_ms=max(0, int(left_s * 500)),
+            wait_ms=min(int(left_s * 500), WAIT_MS_MAX),
         )
         try:
             answer = self.link.ask(session, ask, left_s)

@@ -161,6 +161,19 @@ def test_pages_of_several_holders_are_pulled_from_each() -> None:
         assert [near.link(nodes[n]).counts()["pulled"] for n in (1, 2)] == [4, 4]
 
 
+def test_times_of_any_length_are_within_what_messages_and_transports_allow() -> None:
+    longest = {"lease_s": 600.0, "transfer_s": 600.0, "store_s": 600.0, "suspect_s": 600.0}
+    with running_nodes(2, **longest) as nodes:
+        near, far = nodes
+        keys = page_keys(*range(4))
+        far.put(keys)
+        assert far.remote.flush(WAIT_S)
+        near.store.drop(keys, TierName.HOST)
+        pulls = [near.pull(key, 1e6) for key in keys]
+        assert ended(*pulls) == [PullState.LANDED] * 4
+        assert near.remote.stats().worker_restarts == far.remote.stats().worker_restarts == 0
+
+
 def test_after_a_refused_lease_another_holder_is_asked() -> None:
     with running_nodes(3, **QUIET) as nodes:
         near, empty, full = nodes
