@@ -235,6 +235,11 @@ class PullQueue:
         return self.wait_quiet(timeout_s)
 
     @property
+    def closing(self) -> bool:
+        """True once close() was called: take() waits for nothing and gives nothing any more."""
+        return self._closing
+
+    @property
     def queued(self) -> int:
         """Pulls that no worker has."""
         return len(self._lane_of)

@@ -101,6 +101,8 @@ class Puller:
         self._clock = clock
         self._lock = threading.Lock()
         self._workers: list[threading.Thread] = []
+        self._hold_ms = max(1, int(config.lease_s * 1000))
+        """What is asked for and believed in, to the same fraction of a second."""
         self._closing = False
         self._restarts = 0
         self._late_reads = 0
@@ -155,7 +157,7 @@ class Puller:
 
     def _work(self) -> None:
         """Life of one worker thread."""
-        while not self._closing:
+        while not (self._closing or self._queue.closing):
             pulls = self._queue.take(
                 self.link.lane, self._config.batch_pages, IDLE_S, workers=WORKERS
             )
@@ -178,7 +180,7 @@ class Puller:
         if session is None:
             self._give_up(batch, batch.mine, PullState.FAILED)
             return
-        borrow = Borrow(batch.mine, self._config.lease_s, self._clock)
+        borrow = Borrow(batch.mine, self._hold_ms / 1000, self._clock)
         grant, verdict = self._transfer(session, batch, borrow)
         if verdict is not None:
             landed = self._settle(batch, verdict)
@@ -222,7 +224,7 @@ class Puller:
         ask = LeaseAsk(
             self._page_bytes,
             tuple(pull.key for pull in batch.mine),
-            hold_ms=max(1, int(self._config.lease_s * 1000)),
+            hold_ms=self._hold_ms,
             wait_ms=min(int(left_s * 500), WAIT_MS_MAX),
         )
         try:
@@ -267,11 +269,18 @@ class Puller:
             return None
         batch.read = read
         try:
-            return read.take(timeout_s + READ_GRACE_S)
+            outcomes = read.take(timeout_s + READ_GRACE_S)
         except TierIOError as error:
             self._blame(f"read: {error}")
             self._leave_late(batch)
             return None
+        if read.refused:
+            # By this node's own transport: nobody asked the peer anything.
+            self.link.note_error(f"read: {read.error}")
+            self.link.count("refused_reads")
+            self._give_up(batch, pulls, PullState.FAILED)
+            return None
+        return outcomes
 
     def _settle(self, batch: _Batch, verdict: Verdict) -> int:
         """Land what may be landed; returns how many pages are committed now."""

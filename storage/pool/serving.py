@@ -344,7 +344,7 @@ class PoolServer:
         sizes = tuple(self._directory.page_sizes())
         return SyncAnswer(self._directory.leaving, sizes, tuple(changes))
 
-    def _lease(self, name: str, entry: _Class, ask: LeaseAsk) -> LeaseGrant:
+    def _lease(self, name: str, entry: _Class, ask: LeaseAsk) -> LeaseGrant | Refusal:
         self._leases.expire()
         served = entry.served
         wait_s = min(ask.wait_ms / 1000, self._config.transfer_s)
@@ -360,9 +360,12 @@ class PoolServer:
                 )
         finally:
             if lease is None:
-                found = {}
                 for part in parts:
                     part.release()
+        if found and lease is None:
+            # They are here: "not held" would be read as a miss.
+            text = f"{name} or all members hold as many pages here as they may; ask later"
+            return Refusal(Status.REFUSED, text=text)
         return LeaseGrant(lease or 0, served.generation, tuple(map(found.get, ask.keys)))
 
     def _store(self, identity: PeerIdentity, name: str, ask: StoreAsk) -> StoreAnswer | Refusal:
