@@ -81,7 +81,7 @@ class Pool:
         self._clock = clock
         self._open_class = open_class
         self._declined = dict(declined or {})
-        self._roster = Roster(self.own_name)
+        self._roster = Roster(self.own_name, clock)
         self._server = PoolServer(self, config, clock)
         self._lock = threading.Lock()
         self._links: dict[Address, Link] = {}

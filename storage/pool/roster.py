@@ -12,7 +12,8 @@ Used by pool.py, for members that greet this node and for those that it greets.
     from another process                    above it
 
 Invariants: the epoch of a name never falls; a boot token speaks for one name at most; one token a
-name. Bounded: members past the limit are refused. Thread-safe.
+name. Bounded: past the limit whoever was not heard for FORGET_S makes way; where nobody was
+silent for so long the newcomer is refused. Thread-safe.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
+from tierkv.storage.clock import Clock, SystemClock
+
 NAMES_MAX = 1024
+FORGET_S = 3600.0
+"""A name silent for so long may be forgotten, and its epoch with it, when there are too many."""
 
 
 class Standing(Enum):
@@ -35,17 +40,19 @@ class Standing(Enum):
     TOO_MANY = "too many members"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Life:
     epoch: int
     boot_token: bytes
+    heard: float
 
 
 class Roster:
     """See the module docstring."""
 
-    def __init__(self, own_name: str) -> None:
+    def __init__(self, own_name: str, clock: Clock | None = None) -> None:
         self._own_name = own_name
+        self._clock = clock or SystemClock()
         self._lock = threading.Lock()
         self._lives: dict[str, _Life] = {}
         self._names: dict[bytes, str] = {}
@@ -54,22 +61,24 @@ class Roster:
         """Judge a greeting and remember it when it is good."""
         if name == self._own_name:
             return Standing.OWN_NAME
+        now = self._clock.monotonic()
         with self._lock:
             known = self._lives.get(name)
             if known is not None:
                 same = known.boot_token == boot_token
                 if epoch < known.epoch or (epoch == known.epoch and not same):
                     return Standing.FENCED
+                known.heard = now
                 if epoch == known.epoch:
                     # It may have called itself otherwise in between.
                     self._names[boot_token] = name
                     return Standing.KNOWN
                 self._names.pop(known.boot_token, None)
-            elif len(self._lives) >= NAMES_MAX:
+            elif len(self._lives) >= NAMES_MAX and not self._make_way(now):
                 return Standing.TOO_MANY
             # A process that calls itself otherwise now speaks for its former name no more.
             self._names.pop(boot_token, None)
-            self._lives[name] = _Life(epoch, boot_token)
+            self._lives[name] = _Life(epoch, boot_token, now)
             self._names[boot_token] = name
             return Standing.NEW_LIFE
 
@@ -83,7 +92,21 @@ class Roster:
         """Name and epoch of the member that this process is; None: it has not greeted."""
         with self._lock:
             name = self._names.get(boot_token)
-            return (name, self._lives[name].epoch) if name is not None else None
+            if name is None:
+                return None
+            life = self._lives[name]
+            life.heard = self._clock.monotonic()
+            return name, life.epoch
+
+    def _make_way(self, now: float) -> bool:
+        """Forget whoever was silent longest, if that is long enough. O(names), under the lock."""
+        name = min(self._lives, key=lambda name: self._lives[name].heard)
+        life = self._lives[name]
+        if now - life.heard < FORGET_S:
+            return False
+        del self._lives[name]
+        self._names.pop(life.boot_token, None)
+        return True
 
     def check(self) -> None:
         """Assert the invariants. O(names)."""

@@ -159,7 +159,7 @@ class PoolServer:
         self._leases = LeaseTable(clock, config.transfer_s, MEMBER_PAGES_MAX)
         self._changed = threading.Condition()
         self._classes: dict[int, _Class] = {}
-        self._teller = Teller()
+        self._teller = Teller(clock)
         self._requests: Counter[Verb] = Counter()
         self._answers: Counter[Status] = Counter()
         self._stored: Counter[str] = Counter()
@@ -231,7 +231,9 @@ class PoolServer:
         self._teller.forget_member(name)
 
     def expire(self) -> int:
-        """Free leases that are over; returns how many pages. For a timer. O(1) if none is."""
+        """Free leases that are over, and snapshots that nobody reads on; returns how many pages
+        were freed. For a timer. O(snapshots)."""
+        self._teller.expire()
         return self._leases.expire()
 
     def stats(self) -> ServerStats:
