@@ -28,6 +28,7 @@ WAIT_S_MAX = 3600.0
 """Above every time that can be configured, and the sums that are made of them."""
 IDLE_S = 120.0
 """Connections of a peer that is gone without a word are not kept for longer."""
+HANDSHAKE_S_MIN = 1.0
 IO_S_MIN, IO_S_MAX = 1.0, 10.0
 
 PlaneOpener = Callable[[str, TransportLimits, Clock], DataPlane]
@@ -79,6 +80,7 @@ def transport_limits(config: PoolConfig) -> TransportLimits:
         peer_connections=2 * (members + 8) * (MESSAGE_CONNECTIONS + READ_CONNECTIONS),
         message_connections=MESSAGE_CONNECTIONS,
         read_connections=READ_CONNECTIONS,
+        handshake_s=max(config.connect_s, HANDSHAKE_S_MIN),
         wait_s=WAIT_S_MAX,
         idle_s=max(IDLE_S, 2 * config.suspect_s),
         io_s=min(max(config.transfer_s, IO_S_MIN), IO_S_MAX),
