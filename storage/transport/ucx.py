@@ -32,12 +32,13 @@ from tierkv.storage.transport.ucx_address import (
     device_of,
 )
 from tierkv.storage.transport.ucx_lane import Lane
-from tierkv.storage.transport.ucx_library import UcxLibrary
+from tierkv.storage.transport.ucx_library import UcxLibrary, UcxWorker
 from tierkv.storage.transport.ucx_peer import UcxPeer
 from tierkv.storage.transport.ucx_py import UcxPyLibrary
 from tierkv.storage.transport.ucx_server import UcxServer, UcxServerStats
 from tierkv.storage.transport.ucx_ucxx import UcxxLibrary
 from tierkv.storage.transport.ucx_wire import (
+    NO_LANE,
     SECRET_BYTES,
     SLOT_BITS,
     Offer,
@@ -96,6 +97,7 @@ class UcxPlane(DataPlane):
         self._server = UcxServer(worker, self._addresses, self._secret, limits, clock)
         self._lock = threading.Lock()
         self._peers: list[UcxPeer] = []
+        self._spoilt: list[tuple[UcxWorker, bytes]] = []
         self._closed = False
         # Threads inside UCX while the interpreter is taken down would crash it.
         atexit.register(self.close)
@@ -139,7 +141,13 @@ class UcxPlane(DataPlane):
             if self._closed:
                 raise TierClosedError(f"{what}: the plane was closed")
             peer = UcxPeer(
-                peer_name, known, self._open_lane, self._read_offer, self._limits, self._clock
+                peer_name,
+                known,
+                self,
+                self._open_lane,
+                self._read_offer,
+                self._limits,
+                self._clock,
             )
             self._peers = [other for other in self._peers if other.running]
             self._peers.append(peer)
@@ -160,8 +168,23 @@ class UcxPlane(DataPlane):
         self._addresses.build(offer.address)
         return offer
 
-    def _open_lane(self, offer: Offer) -> Lane:
-        return Lane(self._library, self._options, self._addresses, offer)
+    def take(self) -> tuple[UcxWorker, bytes]:
+        """By peers: a worker, and the lane that it had last."""
+        with self._lock:
+            if self._spoilt:
+                return self._spoilt.pop()
+        return self._library.open_worker(self._options, message_bytes=0), NO_LANE
+
+    def give(self, worker: UcxWorker, last: bytes, *, spoilt: bool) -> None:
+        """By peers: what take() gave. Those that cannot be freed wait for the next peer."""
+        if not spoilt:
+            worker.close()
+            return
+        with self._lock:
+            self._spoilt.append((worker, last))
+
+    def _open_lane(self, worker: UcxWorker, offer: Offer, replaces: bytes) -> Lane:
+        return Lane(worker, self._addresses, offer, replaces)
 
     def served(self) -> UcxServerStats:
         """What this node sent to others. O(1)."""

@@ -1,8 +1,9 @@
-"""One connection of a reader to a peer over UCX, with a worker of its own.
+"""One connection of a reader to a peer over UCX.
 
-Owns the worker, the endpoint, and what was posted there. Knows no deadlines and no retries: the
-peer's thread in ucx_peer.py, the only caller, does. A single receive cannot be taken back in
-ucxx, so a read that must end early ends the whole lane: abort(), then progress until settled.
+Owns the endpoint, and what was posted there; the worker is the peer's, and outlives it. Knows no
+deadlines and no retries: the peer's thread in ucx_peer.py, the only caller, does. A single receive
+cannot be taken back in ucxx, so a read that must end early ends the whole lane: abort(), then
+progress until settled.
 Invariants: a destination is written to only inside progress(), and never after settled was True;
 what was posted is kept alive until then; every tag of a lane is used once.
 """
@@ -10,13 +11,13 @@ what was posted is kept alive until then; every tag of a lane is used once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange
 from tierkv.storage.transport.ucx_address import Addresses
-from tierkv.storage.transport.ucx_library import TAG_CONTROL, TAGS, UcxLibrary, UcxRequest
+from tierkv.storage.transport.ucx_library import TAG_CONTROL, TAGS, UcxRequest, UcxWorker
 from tierkv.storage.transport.ucx_wire import (
     LANE_BYTES,
     SLOT_BITS,
@@ -28,9 +29,6 @@ from tierkv.storage.transport.ucx_wire import (
     result_bytes,
     unpack_result,
 )
-
-_abandoned: list[Lane] = []
-"""Never freed: freeing a worker is one more progress()."""
 
 
 def tag_of(nonce: int, number: int, slot: int) -> int:
@@ -52,32 +50,24 @@ class Lane:
     """Opened by its constructor; usable once ready."""
 
     def __init__(
-        self,
-        library: UcxLibrary,
-        options: Mapping[str, str],
-        addresses: Addresses,
-        offer: Offer,
+        self, worker: UcxWorker, addresses: Addresses, offer: Offer, replaces: bytes
     ) -> None:
-        """Starts a worker and greets the peer. TierIOError when that cannot even be begun."""
+        """Greets the peer. TierIOError when that cannot even be begun."""
         self._secret = offer.secret
-        self._lane = secrets.token_bytes(LANE_BYTES)
+        self.lane = secrets.token_bytes(LANE_BYTES)
+        """What the peer knows it by."""
         self._nonce = secrets.randbelow(TAGS)
         self._number = 0
         self._sends: list[tuple[UcxRequest, bytearray]] = []
         self._posted: list[UcxRequest] = []
         self._ready = False
-        target = addresses.build(offer.address)
-        self.worker = library.open_worker(options, message_bytes=0)
-        try:
-            own = addresses.pack(self.worker.address())
-            self._endpoint = self.worker.connect(target)
-            self._welcome_raw = bytearray(result_bytes(0))
-            [self._welcome] = self._receive([self._welcome_raw], 0)
-            hello = pack_hello(self._secret, Hello(self._lane, self._nonce, own))
-            self._send(bytearray(hello))
-        except TierIOError:
-            self.worker.close()
-            raise
+        self.worker = worker
+        own = addresses.pack(worker.address())
+        self._endpoint = worker.connect(addresses.build(offer.address))
+        self._welcome_raw = bytearray(result_bytes(0))
+        [self._welcome] = self._receive([self._welcome_raw], 0)
+        hello = pack_hello(self._secret, Hello(self.lane, replaces, self._nonce, own))
+        self._send(bytearray(hello))
 
     def _send(self, message: bytearray) -> None:
         [request] = self.worker.send(self._endpoint, [message], TAG_CONTROL)
@@ -93,7 +83,7 @@ class Lane:
         """Whether the peer has answered the greeting. TierIOError when its answer is none."""
         if not self._ready and self._welcome.done:
             self._check(self._welcome)
-            unpack_result(self._secret, bytes(self._welcome_raw), self._lane, 0)
+            unpack_result(self._secret, bytes(self._welcome_raw), self.lane, 0)
             self._ready = True
         return self._ready
 
@@ -107,7 +97,7 @@ class Lane:
         """Ask for pages; each is received straight into its view. TierIOError: abort the lane."""
         self._number += 1
         number = self._number
-        request = ReadRequest(self._lane, number, generation, timeout_s, ranges)
+        request = ReadRequest(self.lane, number, generation, timeout_s, ranges)
         # Asked first, received next: nothing arrives before the next progress(), so that no page
         # ever waits in memory of UCX's own, and the peer works meanwhile.
         self._send(pack_read(self._secret, request))
@@ -134,7 +124,7 @@ class Lane:
             return None
         self._check(transfer.result)
         outcomes = unpack_result(
-            self._secret, bytes(transfer.raw_result), self._lane, transfer.number
+            self._secret, bytes(transfer.raw_result), self.lane, transfer.number
         )
         if len(outcomes) != len(receives):
             raise TierIOError(f"ucx result: {len(outcomes)} outcomes for other pages")
@@ -158,19 +148,3 @@ class Lane:
     def settled(self) -> bool:
         """After abort(): nothing that was posted is written to any more."""
         return all(request.done for request in self._posted)
-
-    def abandon(self) -> None:
-        """After abort(), in the place of close(), when UCX does not end all that was posted.
-
-        The endpoint is closed, and bytes move only inside progress() of this worker, which nobody
-        calls any more: so nothing posted is written to either. Costs the worker's memory.
-        """
-        _abandoned.append(self)
-
-    def close(self) -> None:
-        """Free the worker. Once settled."""
-        assert self.settled, "memory of a posted receive may still be written to"
-        self._posted.clear()
-        self._sends.clear()
-        del self._endpoint, self._welcome
-        self.worker.close()

@@ -1,10 +1,11 @@
 """The asking side of the ucx plane: one peer, and the thread that moves its pages.
 
-Owns the reads of one peer and its lane, the connection they go over. The thread alone touches
-the lane, which it opens for the first read and replaces when it broke. Invariants: every accepted
-job is queued, posted or ended exactly once; a posted job ends only when the lane said that its
-pages are complete, or was aborted and settled; a job that was posted on a lane which others broke
-is asked for again on the next. Called by ucx.py.
+Owns the reads of one peer, a UCX worker, and the lane, the connection they go over. The thread
+alone touches both; it opens a lane for the first read and replaces it when it broke. The worker
+stays, since ucxx never frees one in which a transfer was broken off half way. Invariants: every
+accepted job is queued, posted or ended exactly once; a posted job ends only when the lane said
+that its pages are complete, or was aborted and settled; a job that was posted on a lane which
+others broke is asked for again on the next. Called by ucx.py.
 
     job state   who writes to its views   leaves by
     QUEUED      nobody                    posted -> POSTED; deadline, close, no lane -> ENDED
@@ -21,14 +22,15 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.plane import PlanePeer, PlanePeerStats
 from tierkv.storage.transport.ucx_lane import Lane, Transfer
-from tierkv.storage.transport.ucx_library import Waker
-from tierkv.storage.transport.ucx_wire import Offer
+from tierkv.storage.transport.ucx_library import UcxWorker, Waker
+from tierkv.storage.transport.ucx_wire import NO_LANE, Offer
 
 POSTED_MAX = 4
 """Reads under way at once: enough that the peer never waits for the next request."""
@@ -40,10 +42,25 @@ SETTLE_WAIT_S = 0.01
 IDLE_WAIT_S = 5.0
 STOP_S = 5.0
 
-LaneOpener = Callable[[Offer], Lane]
+
+class Workers(Protocol):
+    """Where a peer gets its worker from, and gives it back to."""
+
+    def take(self) -> tuple[UcxWorker, bytes]:
+        """A worker, and the lane that it had last. TierIOError."""
+
+    def give(self, worker: UcxWorker, last: bytes, *, spoilt: bool) -> None:
+        """`spoilt`: a transfer was broken off in it, so that ucxx would never free it."""
+
+
+LaneOpener = Callable[[UcxWorker, Offer, bytes], Lane]
+"""The last is the lane that is replaced."""
 OfferReader = Callable[[bytes], Offer]
 
 log = logging.getLogger(__name__)
+
+_left: list[object] = []
+"""Lanes and workers that may not be freed."""
 
 
 class _Job:
@@ -77,6 +94,7 @@ class UcxPeer(PlanePeer):
         self,
         peer_name: str,
         offer: Offer,
+        workers: Workers,
         opener: LaneOpener,
         reader: OfferReader,
         limits: TransportLimits,
@@ -84,7 +102,10 @@ class UcxPeer(PlanePeer):
     ) -> None:
         self.peer_name = peer_name
         self._offer = offer
+        self._workers = workers
         self._opener = opener
+        self._worker: UcxWorker | None = None
+        self._spoilt = False
         self._reader = reader
         self._limits = limits
         self._clock = clock
@@ -94,6 +115,7 @@ class UcxPeer(PlanePeer):
         self._posted: list[_Job] = []
         self._lane: Lane | None = None
         self._lane_ready = False
+        self._replaced = NO_LANE
         self._lane_due = 0.0
         """When a greeting that is not answered yet is given up."""
         self._lane_used = 0.0
@@ -242,6 +264,7 @@ class UcxPeer(PlanePeer):
             left = [*self._posted, *self._queue]
         for job in left:
             self._end(job, None, "it was closed")
+        self._drop_worker()
         self._waker.close()
 
     def _turn(self) -> None:
@@ -288,6 +311,7 @@ class UcxPeer(PlanePeer):
         elif now - self._lane_used > self._limits.idle_s / 2:
             # Before the peer does.
             self._drop_lane()
+            self._drop_worker()
             return
         else:
             pause_s = IDLE_WAIT_S
@@ -299,7 +323,11 @@ class UcxPeer(PlanePeer):
         self._lane_used = now
         with self._changed:
             offer = self._offer
-        self._lane = self._opener(offer)
+        if self._worker is None:
+            self._worker, self._replaced = self._workers.take()
+            # It may have been another peer's before.
+            self._spoilt = self._replaced != NO_LANE
+        self._lane = self._opener(self._worker, offer, self._replaced)
         return self._lane
 
     def _post(self, lane: Lane, now: float) -> None:
@@ -366,16 +394,25 @@ class UcxPeer(PlanePeer):
         lane, self._lane, self._lane_ready = self._lane, None, False
         if lane is None:
             return
+        self._replaced = lane.lane
+        self._spoilt = self._spoilt or not lane.settled
         lane.abort()
         late = self._clock.monotonic() + self._limits.io_s
         while not lane.settled and self._clock.monotonic() < late:
             if not lane.worker.progress():
                 self._waker.wait(lane.worker, SETTLE_WAIT_S)
-        if lane.settled:
-            lane.close()
-        else:
-            log.error("peer=%s lane=aborted but not settled, abandoned", self.peer_name)
-            lane.abandon()
+        if not lane.settled:
+            # The endpoint is closed, and bytes move only inside progress() of this worker, which
+            # nobody calls any more: so nothing that was posted is written to either. It is not
+            # freed, since that would be one more progress().
+            log.error("peer=%s lane=aborted but not settled, worker left", self.peer_name)
+            _left.append((lane, self._worker))
+            self._worker = None
+
+    def _drop_worker(self) -> None:
+        if self._worker is not None:
+            self._workers.give(self._worker, self._replaced, spoilt=self._spoilt)
+        self._worker = None
 
     def _end(self, job: _Job, outcomes: list[PageOutcome] | None, error: str | None) -> None:
         """Give the views back and tell the reader."""

@@ -246,9 +246,12 @@ class UcxServer:
     def _greet(self, hello: Hello, now: float) -> None:
         if hello.lane in self._lanes:
             raise TierIOError("ucx greeting: of a lane that is there")
+        if hello.replaces in self._lanes:
+            self._doom(self._lanes[hello.replaces], "replaced by the reader")
         if len(self._lanes) >= self._limits.peer_connections:
             # Some may be of readers that are gone.
             self._reap(now)
+            self._worker.progress()
             self._advance_all(now)
         if len(self._lanes) >= self._limits.peer_connections:
             raise TierIOError(f"ucx greeting: {len(self._lanes)} lanes are open, no more are taken")

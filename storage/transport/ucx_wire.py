@@ -8,7 +8,7 @@ and ucx_server.py.
 
     offer    "TKVUCX" | version 2 | UCX major 2, minor 2 | secret 32 | address length 2 | count 2
              | address | (generation 8, bytes 8) each
-    HELLO    1 | lane 16 | nonce 8 | address                   client's first message
+    HELLO    1 | lane 16 | lane that it replaces 16 | nonce 8 | address     client's first message
     READ     2 | lane 16 | number 8 | generation 8 | milliseconds 4 | count 4 | (offset 8, length 4)
     RESULT   3 | lane 16 | number 8 | count 4 | outcome 1 each   number 0 answers the HELLO
 
@@ -35,6 +35,7 @@ from tierkv.storage.transport.ucx_address import ADDRESS_BYTES_MAX
 VERSION = 1
 SECRET_BYTES = 32
 LANE_BYTES = 16
+NO_LANE = bytes(LANE_BYTES)
 PROOF_BYTES = 32
 SLOT_BITS = 20
 MARKER = b""
@@ -43,7 +44,7 @@ MARKER = b""
 _OFFER = struct.Struct("<6sHHH32sHH")
 _MAGIC = b"TKVUCX"
 _MEMORY = struct.Struct("<QQ")
-_HELLO = struct.Struct("<B16sQ")
+_HELLO = struct.Struct("<B16s16sQ")
 _READ = struct.Struct("<B16sQQII")
 _RANGE = struct.Struct("<QI")
 _RESULT = struct.Struct("<B16sQI")
@@ -82,6 +83,8 @@ class Hello:
     """A reader greets."""
 
     lane: bytes
+    replaces: bytes
+    """A lane that the reader gave up; NO_LANE for its first."""
     nonce: int
     address: bytes
 
@@ -128,7 +131,7 @@ def unpack_offer(raw: bytes, memories: int) -> Offer:
 
 def pack_hello(secret: bytes, hello: Hello) -> bytes:
     """Message of a reader that connects."""
-    body = _HELLO.pack(Kind.HELLO, hello.lane, hello.nonce) + hello.address
+    body = _HELLO.pack(Kind.HELLO, hello.lane, hello.replaces, hello.nonce) + hello.address
     return _seal(secret, Side.CLIENT, body)
 
 
@@ -158,8 +161,8 @@ def unpack_request(secret: bytes, raw: bytes) -> Hello | ReadRequest:
     body = _open(secret, Side.CLIENT, raw)
     kind = body[0] if body else 0
     if kind == Kind.HELLO and len(body) > _HELLO.size:
-        _, lane, nonce = _HELLO.unpack_from(body)
-        return Hello(lane, nonce, body[_HELLO.size :])
+        _, lane, replaces, nonce = _HELLO.unpack_from(body)
+        return Hello(lane, replaces, nonce, body[_HELLO.size :])
     if kind == Kind.READ and len(body) >= _READ.size:
         _, lane, number, generation, milliseconds, count = _READ.unpack_from(body)
         if count and len(body) == _READ.size + count * _RANGE.size:

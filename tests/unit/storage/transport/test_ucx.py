@@ -26,6 +26,7 @@ from tierkv.storage.transport.ucx_library import TAG_CONTROL, UcxRequest, UcxWor
 from tierkv.storage.transport.ucx_peer import UcxPeer
 from tierkv.storage.transport.ucx_server import UcxServer
 from tierkv.storage.transport.ucx_wire import (
+    NO_LANE,
     Hello,
     Offer,
     ReadRequest,
@@ -77,11 +78,12 @@ def fetch(
 @contextlib.contextmanager
 def lane_to(reader: UcxPlane, offer: bytes) -> Iterator[Lane]:
     """A lane without the peer around it: it asks what a reader of ours never would."""
-    lane = reader._open_lane(unpack_offer(offer, LIMITS.memories))
+    worker, _ = reader.take()
+    lane = reader._open_lane(worker, unpack_offer(offer, LIMITS.memories), NO_LANE)
     yield lane
     lane.abort()
-    progress(lane.worker, lambda: lane.settled)
-    lane.close()
+    progress(worker, lambda: lane.settled)
+    worker.close()
 
 
 def progress(worker: UcxWorker, condition: Callable[[], object]) -> None:
@@ -437,6 +439,26 @@ class TestTrouble:
         assert fetch(peer, [PageRange(0, 100)])[0] == [PageOutcome.OK]
         plane.close()
 
+    def test_deadlines_that_break_transfers_off_cost_no_files(
+        self, serving: UcxPlane, reading: UcxPlane, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        limits = TransportLimits()
+        memory = bytes(64 << 20)
+        serving.register(memoryview(memory), 8)
+        into = bytearray(len(memory))
+        before = 0
+        for _ in range(3):
+            peer = reading.connect(serving.offer(), "serving", LIMIT_S)
+            for _ in range(8):
+                read = peer.read(8, [PageRange(0, len(memory))], [memoryview(into)], 0.004)
+                read.take(LIMIT_S)
+            peer.close()
+            until(lambda: serving.served().lanes <= 1 or serving._server._waker.wake())
+            held = len(list(Path("/proc/self/fd").iterdir()))
+            before = before or held
+        assert held <= before + 8, "workers were left behind"
+        assert limits.idle_s > LIMIT_S
+
 
 class TestStrangers:
     def test_a1_a_wrong_secret_is_not_answered(self, serving: UcxPlane, reading: UcxPlane) -> None:
@@ -481,7 +503,7 @@ class TestStrangers:
             address = rng.randbytes(rng.randrange(1, 100))
             if at >= 10:
                 address = genuine[:8] + rng.randbytes(2) + genuine[10:]
-            hello = Hello(rng.randbytes(16), rng.getrandbits(64), address)
+            hello = Hello(rng.randbytes(16), NO_LANE, rng.getrandbits(64), address)
             message = pack_hello(known.secret, hello)
             sent.append((worker.send(endpoint, [message], TAG_CONTROL)[0], message))
         progress(worker, lambda: all(request.done for request, _ in sent))
@@ -514,7 +536,7 @@ class TestStrangers:
         with lane_to(reading, serving.offer()) as lane:
             progress(lane.worker, lane.poll_ready)
             ranges = [PageRange(0, 1)] * (LIMITS.read_pages + 1)
-            request = ReadRequest(lane._lane, 1, GENERATION, LIMIT_S, ranges)
+            request = ReadRequest(lane.lane, 1, GENERATION, LIMIT_S, ranges)
             lane._send(pack_read(known.secret, request))
             progress(lane.worker, lambda: serving.served().broken_lanes == 1)
 

@@ -19,6 +19,7 @@ from tierkv.storage.transport.ucx_address import (
 from tierkv.storage.transport.ucx_lane import tag_of
 from tierkv.storage.transport.ucx_library import TAGS
 from tierkv.storage.transport.ucx_wire import (
+    NO_LANE,
     PROOF_BYTES,
     Hello,
     Offer,
@@ -40,7 +41,7 @@ LANE = bytes(range(16))
 SEED = 20261129
 OFFER = Offer((1, 22), SECRET, b"address", {1: 4096, 9: 1 << 40})
 READ = ReadRequest(LANE, 5, 9, 1.5, [PageRange(0, 1), PageRange((1 << 63) - 1, 0xFFFFFFFF)])
-HELLO = Hello(LANE, (1 << 64) - 1, b"address")
+HELLO = Hello(LANE, NO_LANE, (1 << 64) - 1, b"address")
 
 
 def loopback_address(identity: bytes = bytes(8), port: int = 1, machine: int = 0) -> bytes:
@@ -68,7 +69,7 @@ class TestMessages:
         ranges = [PageRange(0, 1)] * 4096
         read = pack_read(SECRET, ReadRequest(LANE, 1, 1, 1.0, ranges))
         assert len(read) == request_bytes_max(4096)
-        hello = pack_hello(SECRET, Hello(LANE, 1, bytes(ADDRESS_BYTES_MAX)))
+        hello = pack_hello(SECRET, Hello(LANE, LANE, 1, bytes(ADDRESS_BYTES_MAX)))
         assert len(hello) == request_bytes_max(1)
 
     def test_a1_another_secret_is_refused(self) -> None:
