@@ -36,6 +36,9 @@ class Neighbours:
         self._remote: Remote | None = None
         self._early: list[PageKey] | None = None
         """Pages that became visible while the remote was binding: it has not heard of them."""
+        self._early_lost: list[PageKey] = []
+        """Pages that left meanwhile: what it has told others already may name them."""
+        self._listening = False
 
     def attach(
         self, remote: Remote, store: LocalStore, bandwidth: Bandwidth, lookup_s: float
@@ -46,7 +49,10 @@ class Neighbours:
         """
         with self._lock:
             assert self._remote is None and self._early is None, "a store has one remote tier"
-            self._early = []
+            self._early, self._early_lost = [], []
+            if not self._listening:
+                self._listening = True
+                self._evictions.listen(self._lost)
         try:
             read, write = (bandwidth.meter(TierName.REMOTE, way) for way in (Way.READ, Way.WRITE))
             remote.bind(store, read, write)
@@ -56,9 +62,11 @@ class Neighbours:
             raise
         with self._lock:
             early, self._early = self._early, None
+            lost, self._early_lost = self._early_lost, []
             self._lookup_s = lookup_s
             self._remote = remote
-            self._evictions.listen(self._lost)
+            if lost:
+                remote.lost(lost)
             self.gained_locked(early or [])
 
     @property
@@ -154,6 +162,8 @@ class Neighbours:
         with self._lock:
             if self._remote is not None and keys:
                 self._remote.lost(keys)
+            elif self._early is not None:
+                self._early_lost += keys
 
     # --- as a whole -----------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from tierkv.storage.errors import ConfigError, TierIOError
 from tierkv.storage.pool.messages import Verb
 from tierkv.storage.store import StoreConfig, TieredStore
 from tierkv.storage.tiers.host import HostTier
+from tierkv.storage.types import TierName
 
 QUIET: dict[str, Any] = {"copy_after": NEVER, "hot_after": NEVER}
 
@@ -183,3 +184,35 @@ def patch_close(peer: Any, together: threading.Barrier) -> None:
         close()
 
     inner.close = slow
+
+
+def test_a_page_that_goes_while_its_store_is_being_attached_is_told_gone() -> None:
+    with running_nodes(2, **QUIET) as nodes:
+        one, two = nodes
+        size = 2 * PAGE_BYTES
+        stores = [
+            TieredStore.open(
+                StoreConfig(page_bytes=size, host_bytes=HostTier.capacity_for(size, 8))
+            )
+            for _ in nodes
+        ]
+        try:
+            two_end = two.pool.attach(size)
+            stores[1].attach_remote(two_end)
+            stay, go = page_keys(1, 2)
+            put_store(stores[0], [stay, go])
+            one_end = one.pool.attach(size)
+            bind = one_end.bind
+
+            def heard_and_gone(*arguments: Any) -> None:
+                bind(*arguments)
+                until(lambda: two_end.holds([go]) == [True], lambda: two_end.stats())
+                assert stores[0].drop([go], TierName.HOST) == 1
+
+            one_end.bind = heard_and_gone  # type: ignore[method-assign]
+            stores[0].attach_remote(one_end)
+            until(lambda: two_end.holds([stay, go]) == [True, False], lambda: two_end.stats())
+        finally:
+            for store, end in zip(stores, (one_end, two_end), strict=True):
+                assert end.close(WAIT_S)
+                store.close()
