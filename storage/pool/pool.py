@@ -48,7 +48,7 @@ from tierkv.storage.pool.status import (
 from tierkv.storage.transport.base import Peer, PeerIdentity, Transport
 
 FENCE_S = 1.0
-STOP_S = 5.0
+READER_S = 1.0
 
 OpenClass = Callable[[int, float], bool]
 """(page size, seconds) -> whether this node has a store of that size now, attached here."""
@@ -90,6 +90,8 @@ class Pool:
         self._served: dict[int, Served] = {}
         self._seen: dict[Link, tuple[object, ...]] = {}
         self._opening = threading.Lock()
+        self._met = threading.Condition()
+        """Told when a link has changed."""
         self._fencing = threading.Lock()
         self._fence_again = clock.monotonic()
         self._fences = 0
@@ -206,12 +208,19 @@ class Pool:
         return self._roster.member_of(identity.boot_token)
 
     def reader(self, name: str) -> Peer | None:
-        """See Directory."""
-        for link in self.links():
-            # A member that moved has a link at its former address too, with nobody behind it.
-            if link.name == name and (session := link.session()) is not None:
-                return session.peer
-        return None
+        """See Directory. Waits READER_S at most for a link that is being made: a member that just
+        found this node offers pages before this node has found it."""
+        peer = self._reader_now(name)
+        made = [link for link in self.links() if link.name in (None, name) and not link.live]
+        if peer is not None or not made:
+            return peer
+        for link in made:
+            link.hurry()
+        with self._met:
+            self._met.wait_for(
+                lambda: self._closing.is_set() or self._reader_now(name) is not None, READER_S
+            )
+        return self._reader_now(name)
 
     def open_class(self, page_bytes: int, timeout_s: float) -> Served | None:
         """See Directory."""
@@ -273,6 +282,8 @@ class Pool:
 
     def link_changed(self, link: Link) -> None:
         """See LinkOwner."""
+        with self._met:
+            self._met.notify_all()
         self._look_at(link)
 
     # --- for stores: Surroundings ---------------------------------------------------------
@@ -349,6 +360,13 @@ class Pool:
             remote.check()
 
     # --- inside ---------------------------------------------------------------------------
+
+    def _reader_now(self, name: str) -> Peer | None:
+        for link in self.links():
+            # A member that moved has a link at its former address too, with nobody behind it.
+            if link.name == name and (session := link.session()) is not None:
+                return session.peer
+        return None
 
     def _assert_free(self, page_bytes: int) -> None:
         if self._closing.is_set():

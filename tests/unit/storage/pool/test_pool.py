@@ -33,6 +33,7 @@ from tierkv.storage.pool.config import Address
 from tierkv.storage.pool.holdings import fingerprints
 from tierkv.storage.pool.link import LinkState
 from tierkv.storage.pool.members import Membership
+from tierkv.storage.pool.messages import Verb, read_request
 from tierkv.storage.pool.remote import PoolRemote
 from tierkv.storage.remote import POOL_OWNER, PullState
 from tierkv.storage.store import StoreConfig, TieredStore
@@ -385,6 +386,30 @@ def test_members_come_and_go_with_the_list() -> None:
             assert third.store.lookup(keys) == [None, None]
         finally:
             third.stop()
+
+
+def test_a_copy_offered_before_its_taker_has_found_the_maker_is_made() -> None:
+    members = ListedMembers()
+    far_address, near_address = free_address(), free_address()
+    far = start_node(far_address, [near_address], membership=members, host_share=1.0)
+    near = start_node(near_address, [far_address])
+    try:
+        until(lambda: near.link(far).live, lambda: near.link(far).problem)
+        assert far.pool.links() == ()
+
+        def found(payload: bytes, timeout_s: float) -> None:
+            parts = read_request(payload)
+            if parts is not None and parts[0].verb is Verb.STORE and not members.listed:
+                members.set(near_address)
+
+        near.gate.before_message = found
+        keys = page_keys(*range(8))
+        near.put(keys)
+        assert near.remote.flush(WAIT_S)
+        assert far.store.lookup_here(keys) == [True] * 8
+    finally:
+        near.stop()
+        far.stop()
 
 
 def test_drain_leaves_nothing_hot_behind() -> None:
