@@ -218,6 +218,8 @@ def _options(transports: str, devices: str, host: bytes) -> dict[str, str]:
         "TLS": transports,
         "NET_DEVICES": devices,
         "TCP_AF_PRIO": "inet" if len(host) == 4 else "inet6",
+        # A blocking connect() to a node that is gone would hold a thread for minutes (lesson H4).
+        "TCP_CONN_NB": "y",
         "TCP_TX_SEG_SIZE": SEGMENT,
         "TCP_RX_SEG_SIZE": SEGMENT,
     }
