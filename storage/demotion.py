@@ -195,6 +195,14 @@ class Demoter:
         if short > 0:
             self._drop_victims(self._lower, short, for_owner)
 
+    def let_go_locked(self, keys: Sequence[PageKey]) -> int:
+        """Drop host pages that nvme has too and nobody holds; returns how many."""
+        if self._lower is None:
+            return 0
+        free = [key for key in keys if key not in self._pinned]
+        there = zip(free, self._host.lookup(free), self._lower.holds(free), strict=True)
+        return sum(self._drop(key) for key, above, below in there if above and below)
+
     def gone_locked(self, keys: Sequence[PageKey]) -> None:
         """Forget what is noted about pages that left host."""
         for key in keys:

@@ -136,16 +136,18 @@ class Promoter:
         verify: bool | None = None,
         owner: int = 0,
         here: bool = False,
+        quiet: bool = False,
     ) -> TieredFetch:
         """Pin the leading run that is in host and start bringing the rest of it.
 
         `owner`: whose the pages from the remote tier are to be. `here`: do not ask that, which
-        asks itself: it refreshes recency, but says nothing about the demand of this node.
+        asks itself: it says nothing about the demand of this node, and if `quiet` leaves the
+        recency of what is in host as it is.
         """
         deadline = self._clock.monotonic() + max(0.0, deadline_s)
         fetch = TieredFetch(self, self._host, keys, deadline, self._clock, verify, not here)
         with self._lock:
-            run = self._pin_run(fetch.keys, here)
+            run = self._pin_run(fetch.keys, here, quiet)
             fetch.begin(run)
             reach = next((i for i, page in enumerate(run) if page.lease is None), len(run))
             if reach < len(run):
@@ -237,20 +239,20 @@ class Promoter:
         running = [pull.future for pull in pulls if not self._neighbours.cancel(pull)]
         wait(running, max(0.0, timeout_s))
 
-    def _pin_run(self, keys: Sequence[PageKey], here: bool) -> list[PinnedPage]:
+    def _pin_run(self, keys: Sequence[PageKey], here: bool, quiet: bool) -> list[PinnedPage]:
         """The leading run of keys that some tier holds, those in host pinned."""
         run: list[PinnedPage] = []
         for key, tier in zip(keys, self._where(keys, here), strict=True):
             if tier is None:
                 break
-            lease = self._pin(key) if tier is TierName.HOST else None
+            lease = self._pin(key, quiet) if tier is TierName.HOST else None
             if lease is None and tier is TierName.HOST:
                 break
             run.append(PinnedPage(key, tier, lease))
         return run
 
-    def _pin(self, key: PageKey) -> Lease | None:
-        lease = self._host.lease([key])
+    def _pin(self, key: PageKey, quiet: bool = False) -> Lease | None:
+        lease = self._host.lease([key], quiet=quiet)
         if not lease.slots:
             lease.release()
             return None

@@ -122,12 +122,18 @@ class LocalStore(Protocol):
         verify: bool | None = None,
         owner: int = 0,
         here: bool = False,
+        quiet: bool = False,
     ) -> Fetch:
         """PageStore.fetch; with `here`, what host and nvme have, without asking the remote.
 
-        That is for the remote's own reading: it refreshes recency, but is no use of the pages
-        and makes no offer. Read for copying in the order of keys_here(), it keeps their order.
+        That is for the remote's own reading: it refreshes recency unless `quiet`, but is no use
+        of the pages and makes no offer.
         """
+        ...
+
+    def let_go(self, keys: Sequence[PageKey]) -> int:
+        """Drop the host copies of pages that are in nvme too and that nobody holds; returns how
+        many. For what came up only to be copied elsewhere."""
         ...
 
     def reserve(self, count: int, owner: int = 0) -> StoreReservation:

@@ -207,14 +207,16 @@ class TieredStore(PageStore):
         verify: bool | None = None,
         owner: int = 0,
         here: bool = False,
+        quiet: bool = False,
     ) -> Fetch:
         """See PageStore. `owner`: whose the pages from the remote tier are to be, here.
 
         `here`: only what host and nvme have, for the remote tier's own reading: it refreshes the
-        pages' recency, but counts neither as a use nor as restored or missed, and offers nothing.
+        pages' recency, unless `quiet`, but counts neither as a use nor as restored or missed, and
+        offers nothing.
         """
         self._assert_open()
-        return self._promoter.start(keys, deadline_s, verify, owner, here)
+        return self._promoter.start(keys, deadline_s, verify, owner, here, quiet)
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         self._assert_open()
@@ -275,6 +277,12 @@ class TieredStore(PageStore):
         if self._lower is not None:
             keys += self._lower.tier.keys_of()
         return list(dict.fromkeys(keys))
+
+    def let_go(self, keys: Sequence[PageKey]) -> int:
+        """Drop the host copies of pages that are in nvme too and that nobody holds."""
+        self._assert_open()
+        with self._lock:
+            return self._demoter.let_go_locked(keys)
 
     def arena_memory(self) -> memoryview:
         """All of the host arena; borrowed until close(). ConfigError when host is no arena."""

@@ -82,7 +82,8 @@ class PeerIndex:
                 "the peer is damaged or another version: restart it"
             )
         with self._writing, self._state:
-            if token != self._token:
+            if token != self._token != 0:
+                # Of a former journal. What was said before any was followed is about this one.
                 self._opinions.clear()
             self._replace(base, token, seq)
 
@@ -181,8 +182,6 @@ class PeerIndex:
     def _opine(self, fingerprint: int, held: bool) -> None:
         # Not _writing: a merge need not be waited for. _round is guarded by the state's lock too.
         with self._state:
-            if self._token == 0:
-                return
             self._opinions.pop(fingerprint, None)
             while len(self._opinions) >= OPINIONS_MAX:
                 del self._opinions[next(iter(self._opinions))]

@@ -32,11 +32,11 @@ from tierkv.storage.pool.holdings import fingerprint, fingerprints
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.messages import OfferedPage, Refusal, StoreAsk, StoreOutcome
 from tierkv.storage.remote import LocalStore
-from tierkv.storage.types import PageKey
+from tierkv.storage.types import PageKey, TierName
 
 IDLE_S = 60.0
 HOLD_S = 5.0
-"""How long a page may take to come up from nvme to be copied."""
+"""How long the pages of a batch may take to come up from nvme to be copied."""
 ANSWER_GRACE_S = 1.0
 """The peer may take store_s to read; so much longer its answer may take."""
 QUARANTINED_MAX = 4
@@ -156,7 +156,7 @@ class Pusher:
         with self._changed:
             held, self._quarantine = list(self._quarantine), deque()
         for _, leases in held:
-            _release(leases)
+            self._release(leases)
 
     # --- its thread -----------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Pusher:
             while self._quarantine and self._quarantine[0][0] <= now:
                 due.append(self._quarantine.popleft()[1])
         for leases in due:
-            _release(leases)
+            self._release(leases)
 
     def _push(self, batch: list[Copy]) -> None:
         """Make the copies of one batch; those dealt with are taken out of it."""
@@ -237,7 +237,7 @@ class Pusher:
         try:
             pages = self._hold(batch, leases)
         except BaseException:
-            _release(leases)
+            self._release(leases)
             raise
         for copy in list(batch):
             if copy.key not in pages:
@@ -245,7 +245,7 @@ class Pusher:
         if batch:
             self._store_there(session, batch, [pages[copy.key] for copy in batch], leases)
         else:
-            _release(leases)
+            self._release(leases)
 
     def _skip_known(self, batch: list[Copy]) -> None:
         index = self.link.index(self._store.page_bytes)
@@ -262,9 +262,13 @@ class Pusher:
         here = self._store.lookup_here(keys) if keys else []
         left = [key for key, found in zip(keys, here, strict=True) if found]
         pages: dict[PageKey, OfferedPage] = {}
+        until = self._clock.monotonic() + HOLD_S
         while left:
-            # The peer compares what it read with the checksum: once is enough.
-            lease = self._store.fetch(left, HOLD_S, verify=False, here=True).take(HOLD_S)
+            left_s = max(0.0, until - self._clock.monotonic())
+            # The peer compares what it read with the checksum: once is enough. To be copied is no
+            # use of a page: its recency stays.
+            fetch = self._store.fetch(left, left_s, verify=False, here=True, quiet=True)
+            lease = fetch.take(left_s)
             leases.append(lease)
             for key, slot, checksum in zip(lease.keys, lease.slots, lease.checksums, strict=True):
                 if len(checksum) == CHECKSUM_BYTES:
@@ -302,7 +306,7 @@ class Pusher:
             self._hold_on(leases)
             raise
         else:
-            _release(leases)
+            self._release(leases)
             if isinstance(answer, Refusal):
                 for copy in list(batch):
                     self._end(batch, copy, CopyEnd.REFUSED)
@@ -313,16 +317,19 @@ class Pusher:
             self._writes.end(started, moved)
             link.writes.end(started, moved)
         for copy, outcome in zip(list(batch), answer.outcomes, strict=True):
-            self._acknowledged(batch, copy, outcome)
+            self._acknowledged(session, batch, copy, outcome)
 
-    def _acknowledged(self, batch: list[Copy], copy: Copy, outcome: StoreOutcome) -> None:
+    def _acknowledged(
+        self, session: Session, batch: list[Copy], copy: Copy, outcome: StoreOutcome
+    ) -> None:
         link = self.link
         if outcome not in (StoreOutcome.COMMITTED, StoreOutcome.EXISTS):
             link.count(f"store_{outcome.name.lower()}")
             self._end(batch, copy, CopyEnd.REFUSED)
             return
         index = link.index(self._store.page_bytes)
-        if index is not None:
+        if index is not None and link.epoch == session.epoch:
+            # Of an earlier life it says nothing.
             index.note(fingerprint(copy.key))
         made = outcome is StoreOutcome.COMMITTED
         if made:
@@ -340,10 +347,14 @@ class Pusher:
         with self._changed:
             self._quarantine.append((due, leases))
 
-
-def _release(leases: Sequence[PageLease]) -> None:
-    for lease in leases:
+    def _release(self, leases: Sequence[PageLease]) -> None:
+        """Hold these pages no more. What came up from nvme to be copied goes down again: balance
+        reads whatever is cold, and must not take the place of what is hot."""
         try:
-            lease.release()
+            for lease in leases:
+                lease.release()
+            pairs = [pair for lease in leases for pair in zip(lease.keys, lease.tiers, strict=True)]
+            if risen := [key for key, tier in pairs if tier is TierName.NVME]:
+                self._store.let_go(risen)
         except TierError as error:
             log.warning("pool copy: release failed error=%s", error)

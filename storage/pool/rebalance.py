@@ -34,7 +34,7 @@ STEP_S = 0.25
 """Copies of so much time are queued at once."""
 LOOKED_AT_ONCE = 4096
 DRAIN_ROUNDS = 5
-"""Times that drain() looks for what is nowhere else, a heartbeat apart."""
+"""Times that drain() tries in vain, a heartbeat apart: a member may have lost its connection."""
 IDLE_S = 60.0
 RETRY_S_MAX = 60.0
 """Copies that could not be made are looked for again after suspect_s, then less often."""
@@ -94,20 +94,20 @@ class Rebalancer:
         False when some are nowhere else at the end. O(host pages).
         """
         deadline = self._clock.monotonic() + timeout_s
-        for _ in range(DRAIN_ROUNDS):
-            alone = self._alone()
-            if not alone:
-                return True
+        alone, in_vain = self._alone(), 0
+        while alone and in_vain < DRAIN_ROUNDS:
+            if in_vain:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closing, self._config.heartbeat_s)
             window = max(1, self._config.push_pages // 2)
             for start in range(0, len(alone), window):
                 batch = [(key, 1) for key in alone[start : start + window]]
                 self._copies.place(batch, background=False)
                 if not self._copies.wait_quiet(deadline - self._clock.monotonic()):
                     return not self._alone()
-            # What a member has acknowledged is known by its journal, with its next heartbeat.
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, self._config.heartbeat_s)
-        return not self._alone()
+            before, alone = len(alone), self._alone()
+            in_vain = 0 if len(alone) < before else in_vain + 1
+        return not alone
 
     def close(self, timeout_s: float = STOP_S) -> bool:
         """Stop; False past the timeout. Idempotent."""

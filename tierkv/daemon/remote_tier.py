@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,9 +29,6 @@ from tierkv.storage.remote import Remote
 KEY_FILE_BYTES_MAX = 4096
 POOL = "pool"
 MOONCAKE = "mooncake"
-DRAIN_TRIES = 8
-DRAIN_PAUSE_S = 0.5
-"""Between two looks at what is held here alone."""
 OFF = "off"
 SERVING = "serving"
 
@@ -101,7 +97,6 @@ class RemoteTier:
         self._open_class = open_class
         self._source: Source | None = None
         self._fault: str | None = None
-        self._closing = threading.Event()
         self._class_faults: dict[int, str] = {}
         self._attached: dict[int, tuple[PageClass, Remote]] = {}
 
@@ -161,15 +156,8 @@ class RemoteTier:
         """
         if self._source is None:
             return None
-        deadline = self._clock.monotonic() + timeout_s
         before = self._pushed()
         complete = self._source.drain(timeout_s)
-        for _ in range(DRAIN_TRIES):
-            left_s = deadline - self._clock.monotonic()
-            if complete or left_s <= 0 or self._closing.wait(min(DRAIN_PAUSE_S, left_s)):
-                break
-            # What a member got may be known here only with its next heartbeat.
-            complete = self._source.drain(max(0.0, deadline - self._clock.monotonic()))
         left = self._nowhere_else() if self.kind == POOL else 0
         drained = Drained(complete, self._pushed() - before, left)
         log.info("drain complete=%s moved=%d left=%d", complete, drained.moved_pages, left)
@@ -183,7 +171,6 @@ class RemoteTier:
 
     def close(self, timeout_s: float) -> bool:
         """Leave; the stores are still open. Idempotent."""
-        self._closing.set()
         source = self._source
         if source is None:
             return True

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pages import page_keys, take_content
-from tests.support.pool_nodes import NEVER, WAIT_S, running_nodes, until
+from tests.support.pages import page_keys, put_store, take_content
+from tests.support.pool_nodes import (
+    NEVER,
+    PAGE_BYTES,
+    WAIT_S,
+    free_address,
+    running_nodes,
+    start_node,
+    until,
+)
+from tests.unit.storage.pool.test_pool import add_size
+from tierkv.storage.pool.remote import PoolRemote
+from tierkv.storage.store import TieredStore
 
 QUIET: dict[str, Any] = {"copy_after": NEVER, "hot_after": NEVER}
 NO_THREADS = "can't start new thread"
@@ -81,3 +93,68 @@ def test_balance_without_a_thread_is_tried_again_and_closes(
         passes = balance.passes
         balance.members_changed()
         until(lambda: balance.passes > passes, lambda: balance.passes)
+
+
+def test_balance_of_cold_pages_leaves_the_hot_ones_where_they_are(tmp_path: Path) -> None:
+    settings = {"suspect_s": 0.2, "host_share": 1.0, "nvme_share": 1.0}
+    settings |= {"rebalance_bytes_per_s": 1 << 30, "batch_pages": 4}
+    addresses = [free_address(), free_address()]
+    one = start_node(
+        addresses[0], [addresses[1]], folder=tmp_path, host_pages=32, nvme_pages=160, **settings
+    )
+    keys = page_keys(*range(100))
+    for start in range(0, 100, 10):
+        one.put(keys[start : start + 10])
+        assert one.store.flush(WAIT_S)
+    hot = keys[:16]
+    for key in hot:
+        assert take_content(one.store, [key]) == 1
+    order = [key for key in one.store.host.keys_of() if key in hot]
+    assert len(order) == 16
+    two = start_node(addresses[1], [addresses[0]], host_pages=120, **settings)
+    try:
+        until(lambda: all(two.store.lookup_here(keys)), lambda: sum(two.store.lookup_here(keys)))
+        assert one.remote.wait_quiet(WAIT_S)
+        assert [key for key in one.store.host.keys_of() if key in hot] == order
+        assert one.store.host.keys_of()[-16:] == order, "what was read to be copied is colder"
+        assert one.store.lookup_here(keys) == [True] * 100
+        one.check()
+    finally:
+        one.stop()
+        two.stop()
+
+
+def test_a_page_size_that_opens_late_is_drained_at_the_first_try() -> None:
+    size = 2 * PAGE_BYTES
+    late: list[tuple[TieredStore, PoolRemote]] = []
+
+    def open_there(page_bytes: int, timeout_s: float) -> bool:
+        late.append(add_size(two, page_bytes))
+        return True
+
+    with running_nodes(
+        2, [{}, {"open_class": open_there}], heartbeat_s=0.4, host_share=1.0, **QUIET
+    ) as nodes:
+        one, two = nodes
+        store, remote = add_size(one, size)
+        try:
+            put_store(store, page_keys(*range(6)))
+            until(lambda: one.link(two).index(size) is not None, lambda: one.link(two).state)
+            rounds: list[float] = []
+            wait_for = threading.Condition.wait_for
+            assert one.remote.drain(WAIT_S)
+            balance = remote._balance
+
+            class Counted(threading.Condition):
+                def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+                    rounds.append(timeout or 0.0)
+                    return wait_for(self, predicate, timeout)
+
+            balance._changed = Counted()
+            assert remote.drain(WAIT_S)
+            assert rounds == [], "no heartbeat was waited for"
+            assert late and late[0][0].lookup_here(page_keys(*range(6))) == [True] * 6
+        finally:
+            for opened, end in [(store, remote), *late]:
+                assert end.close(WAIT_S)
+                opened.close()

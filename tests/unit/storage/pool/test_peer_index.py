@@ -52,7 +52,9 @@ def test_a_new_index_knows_nothing() -> None:
     assert (index.token, index.seq, index.known) == (0, 0, 0)
     assert held(index, 0, 1, 2**64 - 1) == [False] * 3
     index.note(1)
-    assert held(index, 1) == [False], "nothing is believed of a journal that is not followed"
+    assert held(index, 1) == [True], "the peer said so itself, before its journal was followed"
+    index.reset()
+    assert held(index, 1) == [False]
     assert not index.apply(delta(1)), "a snapshot comes first"
 
 
