@@ -22,8 +22,10 @@ from pathlib import Path
 from tierkv.bench.remote_dead import dead_pool_ttft
 from tierkv.bench.remote_lookup import lookup_batches_per_s
 from tierkv.bench.remote_mooncake import MooncakePair
+from tierkv.bench.remote_nixl import NixlPair
 from tierkv.bench.remote_pool import PoolPair
 from tierkv.bench.remote_tcp import TcpPair
+from tierkv.bench.remote_ucx import UcxPair
 from tierkv.bench.report import BenchReport, samples
 from tierkv.storage.errors import ConfigError
 
@@ -31,7 +33,6 @@ PAGE_SIZES = (1 << 20, 4 << 20)
 BATCH_PAGES = 16
 MOONCAKE_PAGE_BYTES = 4 << 20
 LOOKUP_S = 3.0
-PLANE_S = 2.0
 
 
 def run(quick: bool, model: Path | None = None) -> BenchReport:
@@ -42,7 +43,7 @@ def run(quick: bool, model: Path | None = None) -> BenchReport:
     report = BenchReport("remote")
     report.config = {"page_bytes": list(PAGE_SIZES), "batch_pages": BATCH_PAGES, "quick": quick}
     _measure_tcp(report, rounds=15 if quick else 60)
-    _measure_planes(report, rounds=1 if quick else 5)
+    _measure_planes(report, rounds=25 if quick else 100)
     report.results["lookup_batches_per_s"] = lookup_batches_per_s(1.0 if quick else LOOKUP_S)
     _measure_pool(report, rounds=5 if quick else 25)
     cold = dead_pool_ttft(rounds=3 if quick else 15, model=model)
@@ -68,24 +69,25 @@ def _measure_tcp(report: BenchReport, rounds: int) -> None:
 
 
 def _measure_planes(report: BenchReport, rounds: int) -> None:
-    for name, libraries in (("nixl", ("nixl", "nixl_cu12", "nixl_cu13")), ("ucx", ("ucxx", "ucp"))):
+    for name, libraries, pair_of in (
+        ("nixl", ("nixl_cu12", "nixl_cu13"), NixlPair),
+        ("ucx", ("ucxx", "ucp"), UcxPair),
+    ):
         if not any(importlib.util.find_spec(library) for library in libraries):
             _left_out(name, f"none of {', '.join(libraries)} is installed")
             continue
-        module = importlib.import_module(f"tierkv.bench.remote_{name}")
         worst: list[float] = []
         for page_bytes in PAGE_SIZES:
-            pairs = [
-                (
-                    module.direct_gbs(page_bytes, BATCH_PAGES, PLANE_S),
-                    module.plane_gbs(page_bytes, BATCH_PAGES, PLANE_S),
-                )
-                for _ in range(rounds)
-            ]
+            with pair_of(page_bytes, BATCH_PAGES) as pair:
+                taken = samples({"direct": pair.direct, "plane": pair.plane}, rounds, warmup=4)
+            moved = page_bytes * BATCH_PAGES
             size = f"{page_bytes >> 20}mib"
-            report.limits[f"{name}_direct_{size}_gbs"] = statistics.median(d for d, _ in pairs)
-            report.results[f"{name}_{size}_gbs"] = statistics.median(p for _, p in pairs)
-            worst.append(statistics.median(plane / direct for direct, plane in pairs))
+            report.limits[f"{name}_direct_{size}_gbs"] = (
+                moved / statistics.median(taken["direct"]) / 1e9
+            )
+            report.results[f"{name}_{size}_gbs"] = moved / statistics.median(taken["plane"]) / 1e9
+            worst.append(_paired(taken["direct"], taken["plane"]))
+            report.ratios[f"{name}_vs_direct_{size}"] = worst[-1]
         report.results[f"{name}_gbs"] = report.results[f"{name}_{size}_gbs"]
         report.ratios[f"{name}_vs_direct"] = min(worst)
 

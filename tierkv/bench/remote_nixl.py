@@ -11,8 +11,6 @@ whoever copies: half the speed on two cores).
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -68,27 +66,6 @@ class NixlPair:
         read = self._peer.read(GENERATION, self._ranges, self._views, WAIT_S)
         outcomes = read.take(WAIT_S)
         assert set(outcomes) == {PageOutcome.OK}, read.error
-
-
-def direct_gbs(page_bytes: int, batch: int, seconds: float) -> float:
-    """GB/s of reading `batch` pages at a time for about `seconds`, NIXL alone."""
-    with NixlPair(page_bytes, batch) as pair:
-        return _gbs(pair.direct, page_bytes * batch, seconds)
-
-
-def plane_gbs(page_bytes: int, batch: int, seconds: float) -> float:
-    """As direct_gbs(), through NixlPlane."""
-    with NixlPair(page_bytes, batch) as pair:
-        return _gbs(pair.plane, page_bytes * batch, seconds)
-
-
-def _gbs(action: Callable[[], None], moved: int, seconds: float) -> float:
-    action()
-    rounds, began = 0, time.perf_counter()
-    while (spent := time.perf_counter() - began) < seconds:
-        action()
-        rounds += 1
-    return rounds * moved / spent / 1e9
 
 
 class _Direct:

@@ -9,10 +9,8 @@ own event; no checks, no deadlines.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
-import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,29 +65,6 @@ class UcxPair:
         """Read a batch through the plane."""
         outcomes = self._peer.read(GENERATION, self._ranges, self._views, WAIT_S).take(WAIT_S)
         assert set(outcomes) == {PageOutcome.OK}, outcomes
-
-
-def direct_gbs(page_bytes: int, batch: int, seconds: float) -> float:
-    """GB/s of ucxx used directly: median over `seconds` of batches of `batch` pages."""
-    with UcxPair(page_bytes, batch) as pair:
-        return _gbs(pair.direct, page_bytes * batch, seconds)
-
-
-def plane_gbs(page_bytes: int, batch: int, seconds: float) -> float:
-    """The same, through the plane."""
-    with UcxPair(page_bytes, batch) as pair:
-        return _gbs(pair.plane, page_bytes * batch, seconds)
-
-
-def _gbs(move: Any, moved_bytes: int, seconds: float) -> float:
-    move()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while not times or time.perf_counter() < end:
-        start = time.perf_counter()
-        move()
-        times.append(time.perf_counter() - start)
-    return float(moved_bytes / statistics.median(times) / 1e9)
 
 
 class _Direct:
