@@ -46,7 +46,7 @@ def run(quick: bool, model: Path | None = None) -> BenchReport:
     _measure_planes(report, rounds=25 if quick else 100)
     report.results["lookup_batches_per_s"] = lookup_batches_per_s(1.0 if quick else LOOKUP_S)
     _measure_pool(report, rounds=5 if quick else 25)
-    cold = dead_pool_ttft(rounds=3 if quick else 15, model=model)
+    cold = dead_pool_ttft(rounds=12 if quick else 60, model=model)
     report.results["dead_ttft_s"] = cold.dead_s
     report.limits["off_ttft_s"] = cold.off_s
     report.ratios["dead_pool_ttft"] = cold.ratio

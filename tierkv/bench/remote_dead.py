@@ -28,7 +28,7 @@ from tierkv.storage.pool.pool import open_pool
 from tierkv.storage.store import StoreConfig, TieredStore
 
 HOST = "127.0.0.1"
-PROMPT_TOKENS = 256
+PROMPT_TOKENS = 128
 WAIT_S = 10.0
 
 
