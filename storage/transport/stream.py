@@ -4,7 +4,7 @@ Owns one socket. Knows nothing of frames. Two kinds with one interface: PlainStr
 to the kernel (SO_RCVTIMEO, SO_SNDTIMEO, MSG_WAITALL), so that a page is one system call without
 the GIL; TlsStream goes through ssl. Invariants: a transfer moves every byte or raises
 TierIOError, after which the stream is of no use; one thread sends and receives, any thread may
-interrupt(). Called by tcp_peer.py, tcp_server.py and handshake.py.
+interrupt(). Called by framing.py, tcp_peer.py, tcp_reads.py, tcp_server.py and handshake.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,20 @@ class Stream(ABC):
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         self._sock = sock
         self._clock = clock
+        self._poll = select.poll()
+        self._poll.register(sock.fileno(), select.POLLIN)
 
     @abstractmethod
-    def fill(self, view: memoryview, deadline: float) -> int:
-        """Fill `view`; fewer bytes than it has only when the peer closed.
+    def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
+        """Fill `view`, of which `got` bytes are there; how many then are. Fewer than it has only
+        when the peer closed.
+
+        TierIOError when the connection fails or `deadline` passes.
+        """
+
+    @abstractmethod
+    def receive_some(self, view: memoryview, deadline: float) -> int:
+        """Receive what is there, one byte at least and `view` at most; 0 when the peer closed.
 
         TierIOError when the connection fails or `deadline` passes.
         """
@@ -72,11 +82,11 @@ class Stream(ABC):
 
     def wait_readable(self, timeout_s: float) -> bool:
         """Wait for a first byte, or the end of the stream; False past the timeout."""
+        if self._sock.fileno() < 0:
+            raise TierIOError("wait for peer: the connection was closed on this side")
         try:
-            poll = select.poll()
-            poll.register(self._sock.fileno(), select.POLLIN)
-            return bool(poll.poll(max(0.0, timeout_s) * 1000))
-        except (OSError, ValueError) as error:
+            return bool(self._poll.poll(max(0.0, timeout_s) * 1000))
+        except OSError as error:
             raise TierIOError(f"wait for peer: {_reason(error)}") from error
 
     def interrupt(self) -> None:
@@ -106,8 +116,8 @@ class PlainStream(Stream):
         super().__init__(sock, clock)
         sock.settimeout(None)
 
-    def fill(self, view: memoryview, deadline: float) -> int:
-        got, length = 0, view.nbytes
+    def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
+        length = view.nbytes
         while got < length:
             self._limit(socket.SO_RCVTIMEO, self._left(deadline, "receive from", got, length))
             try:
@@ -124,19 +134,37 @@ class PlainStream(Stream):
             got += count
         return got
 
+    def receive_some(self, view: memoryview, deadline: float) -> int:
+        while True:
+            if not self.wait_readable(self._left(deadline, "receive from")):
+                raise TierIOError("receive from peer: deadline passed")
+            try:
+                return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                # Readable a moment ago: what was there did not have its checksum.
+                continue
+            except OSError as error:
+                raise TierIOError(f"receive from peer: {_reason(error)}") from error
+
     def send(self, buffers: Sequence[Buffer], step_s: float, deadline: float | None = None) -> None:
         queue = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         first = 0
+        # What there is room for needs no time limit, and mostly there is room for all.
+        flags = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
         while first < len(queue):
             left_s = step_s if deadline is None else min(step_s, self._left(deadline, "send to"))
-            self._limit(socket.SO_SNDTIMEO, left_s)
-            step = _step(queue, first)
+            if not flags & socket.MSG_DONTWAIT:
+                self._limit(socket.SO_SNDTIMEO, left_s)
             try:
-                sent = self._sock.sendmsg(step, (), socket.MSG_NOSIGNAL)
+                sent = self._sock.sendmsg(_step(queue, first), (), flags)
             except BlockingIOError:
+                if flags & socket.MSG_DONTWAIT:
+                    flags = socket.MSG_NOSIGNAL
+                    continue
                 raise TierIOError(f"send to peer: it took nothing for {left_s:.3g} s") from None
             except OSError as error:
                 raise TierIOError(f"send to peer: {_reason(error)}") from error
+            flags = socket.MSG_NOSIGNAL
             while first < len(queue) and sent >= queue[first].nbytes:
                 sent -= queue[first].nbytes
                 first += 1
@@ -159,23 +187,28 @@ class TlsStream(Stream):
 
     _sock: ssl.SSLSocket
 
-    def fill(self, view: memoryview, deadline: float) -> int:
-        got, length = 0, view.nbytes
+    def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
+        length = view.nbytes
         while got < length:
-            try:
-                self._sock.settimeout(self._left(deadline, "receive from", got, length))
-                with view[got:] as rest:
-                    count = self._sock.recv_into(rest)
-            except TimeoutError:
-                raise TierIOError(
-                    f"receive from peer: deadline passed after {got} of {length} bytes"
-                ) from None
-            except (OSError, ValueError) as error:
-                raise TierIOError(f"receive from peer: {_reason(error)}") from error
+            with view[got:] as rest:
+                count = self._some(rest, deadline, got, length)
             if count == 0:
                 break
             got += count
         return got
+
+    def receive_some(self, view: memoryview, deadline: float) -> int:
+        return self._some(view, deadline)
+
+    def _some(self, view: memoryview, deadline: float, done: int = 0, length: int = 0) -> int:
+        try:
+            self._sock.settimeout(self._left(deadline, "receive from", done, length))
+            return self._sock.recv_into(view)
+        except TimeoutError:
+            after = f" after {done} of {length} bytes" if length else ""
+            raise TierIOError(f"receive from peer: deadline passed{after}") from None
+        except (OSError, ValueError) as error:
+            raise TierIOError(f"receive from peer: {_reason(error)}") from error
 
     def send(self, buffers: Sequence[Buffer], step_s: float, deadline: float | None = None) -> None:
         for buffer in buffers:

@@ -25,17 +25,17 @@ from tierkv.storage.transport.base import (
     TransportLimits,
     TransportStats,
 )
+from tierkv.storage.transport.framing import receive_frame
 from tierkv.storage.transport.handshake import Credentials, greet_client, refuse
 from tierkv.storage.transport.stream import Stream, open_stream
+from tierkv.storage.transport.tcp_refusals import RefusalLog
 from tierkv.storage.transport.wire import (
-    HEADER_BYTES,
     Header,
     Kind,
     pack_error,
     pack_frame,
     pack_header,
     request_bounds,
-    unpack_header,
     unpack_read,
 )
 
@@ -157,6 +157,7 @@ class Server:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._connections: dict[threading.Thread, Stream | None] = {}
+        self._refusals = RefusalLog(clock)
         self._counts = dict.fromkeys(
             ("pages", "bytes", "messages", "gone", "refused", "broken", "restarts"), 0
         )
@@ -194,6 +195,7 @@ class Server:
             connections = len(self._connections)
             assert connections <= self._limits.peer_connections, connections
             assert self._exports.reading <= connections, (self._exports.reading, connections)
+        self._refusals.check()
 
     def close(self) -> None:
         """Stop accepting, end every connection. Idempotent; TierIOError if a handler hangs."""
@@ -266,9 +268,12 @@ class Server:
 
     def _turn_away(self, sock: socket.socket, name: str) -> None:
         """Close a connection that there is no room for. Never waits for the peer."""
-        self._count("refused")
-        log.warning("peer=%s refused=too many connections", name)
+        self._refused(name, "too many connections")
         sock.close()
+
+    def _refused(self, name: str, reason: object) -> None:
+        self._count("refused")
+        self._refusals.note(name, reason)
 
     def _forget(self, thread: threading.Thread) -> None:
         with self._changed:
@@ -301,8 +306,7 @@ class Server:
                 sock, self._clock, self._tls, server_side=True, hostname=None, deadline=deadline
             )
         except TierIOError as error:
-            self._count("refused")
-            log.warning("peer=%s refused=%s", name, error)
+            self._refused(name, error)
             return None
         with self._changed:
             if self._closing.is_set():
@@ -315,8 +319,7 @@ class Server:
         try:
             peer = greet_client(stream, self._credentials, self._boot_token, deadline)
         except TierIOError as error:
-            self._count("refused")
-            log.warning("peer=%s refused=%s", name, error)
+            self._refused(name, error)
             return
         log.debug("peer=%s connected", name)
         try:
@@ -333,12 +336,10 @@ class Server:
             return False
         deadline = self._clock.monotonic() + self._limits.io_s
         try:
-            first = bytearray(HEADER_BYTES)
-            with memoryview(first) as view:
-                if not stream.receive_or_end(view, deadline):
-                    return False
-            header = unpack_header(first, self._bounds)
-            body = stream.receive_bytes(header.length, deadline)
+            frame = receive_frame(stream, self._bounds, deadline)
+            if frame is None:
+                return False
+            header, body = frame
             read = unpack_read(body) if header.kind is Kind.READ else None
         except TierIOError as error:
             # Only here, between two answers: in the middle of a page it would be taken for bytes.
@@ -347,7 +348,7 @@ class Server:
         if read is not None:
             self._serve_read(stream, header, *read)
         else:
-            self._serve_message(stream, header, bytes(body), peer, handler)
+            self._serve_message(stream, header, body, peer, handler)
         return True
 
     def _serve_read(

@@ -311,7 +311,7 @@ def test_idle_connections_are_replaced_unseen() -> None:
         with TcpTransport(KEY) as client:
             peer = client.connect(*server.listen("127.0.0.1", 0, echo), LIMIT_S)
             # The only way to see the server close an idle connection is that one can be read.
-            for stream in list(peer._streams):
+            for stream in list(peer._connections._open):
                 assert stream.wait_readable(LIMIT_S)
             assert peer.message(b"a", LIMIT_S).endswith(b"a")
             assert peer.stats().messages_failed == 0
