@@ -24,7 +24,6 @@ from tierkv.daemon.classes import PageClasses
 from tierkv.daemon.connection import Connection
 from tierkv.daemon.http import HttpServer
 from tierkv.daemon.layout import InstanceLock, Layout, sweep
-from tierkv.daemon.log_limits import LOGGER, RepeatFilter, limit_refusals
 from tierkv.daemon.namespaces import NamespaceRegistry
 from tierkv.daemon.page_class import StoreOpener
 from tierkv.daemon.remote_tier import RemoteTier, SourceOpener
@@ -67,7 +66,6 @@ class Daemon:
         self._server: asyncio.AbstractServer | None = None
         self._service: Service | None = None
         self._http: HttpServer | None = None
-        self._refusals: RepeatFilter | None = None
 
     @property
     def http_port(self) -> int:
@@ -154,7 +152,6 @@ class Daemon:
             self._open_remote,
         )
         service.remote = remote
-        self._refusals = limit_refusals(service.clock)
         if self.config.mooncake is not None:
             service.askers = Workers(ASKERS, service.loop, "asks")
         await service.waiters.submit(remote.start)
@@ -202,9 +199,6 @@ class Daemon:
             for pool in {service.workers, service.waiters, service.askers}:
                 pool.close(0.1)
             self._service = None
-        if self._refusals is not None:
-            logging.getLogger(LOGGER).removeFilter(self._refusals)
-            self._refusals = None
         if self._lock is not None:
             self._lock.release()
             self._lock = None
