@@ -135,7 +135,9 @@ class PeerRead:
     """A read under way. Thread-safe; done once, at the latest at its deadline."""
 
     def __init__(self, pages: int) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None
+        """Of the lock, once somebody waits: most reads are done before, or have a callback."""
         self._outcomes = [PageOutcome.FAILED] * pages
         self._left = pages
         self._error: str | None = None
@@ -162,7 +164,7 @@ class PeerRead:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when done, from the thread that ends the read; at once when it
         is done already. What it raises is logged."""
-        with self._changed:
+        with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
                 return
@@ -173,8 +175,13 @@ class PeerRead:
 
         TierIOError when it is not done in `timeout_s`: the destinations are not the caller's yet.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done, max(0.0, timeout_s)):
+        with self._lock:
+            if self._changed is None and not self._done:
+                self._changed = threading.Condition(self._lock)
+            changed = self._changed
+            if changed is not None and not changed.wait_for(
+                lambda: self._done, max(0.0, timeout_s)
+            ):
                 raise TierIOError(
                     f"read from peer: not done after {timeout_s:g} s, {self._left} pages left; "
                     "wait for its deadline before the memory is used again"
@@ -191,7 +198,7 @@ class PeerRead:
 
         True when that was the last of them, so that the read is done. O(pages settled).
         """
-        with self._changed:
+        with self._lock:
             assert len(outcomes) <= self._left, "a page is settled once"
             self._outcomes[start : start + len(outcomes)] = outcomes
             self._left -= len(outcomes)
@@ -199,7 +206,8 @@ class PeerRead:
             if self._left or self._done:
                 return False
             self._done = True
-            self._changed.notify_all()
+            if self._changed is not None:
+                self._changed.notify_all()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             _call(callback)

@@ -32,6 +32,9 @@ TIMEOUT_S_MIN = 0.001
 class Stream(ABC):
     """What both kinds do. Timeouts are seconds of `clock`, deadlines its readings."""
 
+    sends_now = False
+    """Whether send_now() is there."""
+
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         self._sock = sock
         self._clock = clock
@@ -59,6 +62,11 @@ class Stream(ABC):
 
         TierIOError when the peer takes nothing for `step_s`, when `deadline` passes, or on error.
         """
+
+    def send_now(self, data: bytes) -> bool:
+        """Send without waiting, where `sends_now`. False when not all was sent: the stream is of
+        no use then. TierIOError on error."""
+        raise TierIOError("send to peer: this kind of connection may have to wait")
 
     def receive(self, view: memoryview, deadline: float) -> None:
         """Fill `view`. TierIOError when the peer closes, fails, or `deadline` passes."""
@@ -111,6 +119,8 @@ class Stream(ABC):
 
 class PlainStream(Stream):
     """TCP without TLS."""
+
+    sends_now = True
 
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         super().__init__(sock, clock)
@@ -170,6 +180,14 @@ class PlainStream(Stream):
                 first += 1
             if sent:
                 queue[first] = queue[first][sent:]
+
+    def send_now(self, data: bytes) -> bool:
+        try:
+            return self._sock.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) == len(data)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise TierIOError(f"send to peer: {_reason(error)}") from error
 
     def _limit(self, option: int, seconds: float) -> None:
         seconds = max(seconds, TIMEOUT_S_MIN)

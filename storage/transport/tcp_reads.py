@@ -1,20 +1,18 @@
 """Reads of one peer over TCP: from the queue onto a connection, by a worker or by who waits.
 
 Owns the reads that have not ended, the connections that pages come over, and the worker threads.
-Does not know how a connection is made. A read is begun by a worker thread, so that it goes on
-whatever the reader does meanwhile; a reader that calls take() before a worker has come does the
-transfer itself, which saves two changes of thread: for one page of 1 MiB, a third of its time.
+Does not know how a connection is made. Where a connection is idle the peer is asked at once, in
+read(), and looks for the pages while the rest is arranged here. They are received by a worker
+thread, so that a read goes on whatever the reader does meanwhile; a reader that calls take()
+before a worker has come receives them itself, which saves two changes of thread. So a worker is
+woken at once only where nobody takes at once: for a callback, a second piece, a queue.
 
 Invariants: a destination is written to only while its job is running, by the thread that runs it,
 and the connection is dropped before a job ends that failed; a queued job ends at its deadline with
 no worker's help; every accepted job is queued, running or ended exactly once; jobs begin in the
-order in which they were asked for; take() runs no job whose deadline is after its own.
+order in which they came, but those that have a connection before those that wait for one; take()
+runs no job whose deadline is after its own.
 Called by tcp_peer.py.
-
-    job state   who holds its views    leaves by
-    QUEUED      nobody writes          worker or taker begins -> RUNNING; deadline, close -> ENDED
-    RUNNING     that thread            transferred, failed, deadline -> ENDED
-    ENDED       the caller, again      final
 """
 
 from __future__ import annotations
@@ -24,9 +22,8 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.deadlines import DeadlineWatch
@@ -39,63 +36,25 @@ from tierkv.storage.transport.base import (
 )
 from tierkv.storage.transport.stream import Stream
 from tierkv.storage.transport.tcp_connections import Connections
+from tierkv.storage.transport.tcp_jobs import Job, State, TcpRead, pieces, question
 from tierkv.storage.transport.wire import (
     HEADER_BYTES,
     Kind,
-    pack_frame,
-    pack_read,
     page_bounds,
     unpack_error,
     unpack_header,
 )
 
-PIECE_BYTES = 8 << 20
-"""A read is cut for several connections only into pieces of at least so much."""
 IDLE_WAIT_S = 5.0
 STOP_S = 5.0
+LOOK_S = 0.002
+"""How often an idle worker looks for jobs by itself, for LOOK_FOR_S after the last one came. So
+what its taker begins wakes nobody: that would cost 0.1 to 0.3 ms."""
+LOOK_FOR_S = 0.1
+
+_OK, _GONE = PageOutcome.OK, PageOutcome.GONE
 
 log = logging.getLogger(__name__)
-
-
-class _State(Enum):
-    QUEUED = "queued"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class TcpRead(PeerRead):
-    """A read whose taker may do the transfer."""
-
-    def __init__(self, pages: int, assist: Callable[[TcpRead, float], float]) -> None:
-        super().__init__(pages)
-        self._assist = assist
-
-    def take(self, timeout_s: float) -> list[PageOutcome]:
-        return super().take(timeout_s if self.done else self._assist(self, timeout_s))
-
-
-class _Job:
-    """Consecutive pages of one read, on one connection."""
-
-    __slots__ = ("deadline", "generation", "ranges", "read", "start", "state", "views", "watch")
-
-    def __init__(
-        self,
-        read: TcpRead,
-        start: int,
-        ranges: Sequence[PageRange],
-        views: list[memoryview],
-        generation: int,
-        deadline: float,
-    ) -> None:
-        self.read = read
-        self.start = start
-        self.ranges = ranges
-        self.views = views
-        self.generation = generation
-        self.deadline = deadline
-        self.state = _State.QUEUED
-        self.watch: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +92,24 @@ class Reads:
         """For workers: there may be a job that can begin, or the end."""
         self._quiet = threading.Condition(self._lock)
         """For close(): a job has ended."""
-        self._queue: deque[_Job] = deque()
-        self._running: set[_Job] = set()
+        self._queue: deque[Job] = deque()
+        self._running: set[Job] = set()
         self._open_reads: dict[PeerRead, int] = {}
         """Jobs that have not ended, by read."""
         self._workers: list[threading.Thread] = []
+        self._lanes = 0
+        """Jobs that have a connection or are about to."""
+        self._pending = 0
+        """Jobs whose question read() is sending, not in the queue yet."""
         self._away = 0
         """Workers with a job, or with the callbacks of one: not back for the next."""
+        self._looking = False
+        """Whether a worker will look at the queue within LOOK_S."""
+        self._look_until = 0.0
         self._idle: list[Stream] = []
         """Connections that no job uses; with those that one uses, at most read_connections."""
         self._closing = False
-        self._outcomes = dict.fromkeys(PageOutcome, 0)
+        self._ok = self._gone = self._failed = 0
         self._bytes = 0
         self._rejected = 0
         self._restarts = 0
@@ -156,11 +122,11 @@ class Reads:
         timeout_s: float,
     ) -> TcpRead:
         """Peer.read(), of arguments that were checked. Never waits."""
-        read = TcpRead(len(ranges), self._assist)
+        read = TcpRead(len(ranges), self._assist, self._hurry)
         deadline = self._clock.monotonic() + timeout_s
         jobs = [
-            _Job(read, start, ranges[start:end], views[start:end], generation, deadline)
-            for start, end in _pieces(ranges, self._limits.read_connections)
+            Job(read, start, ranges[start:end], views[start:end], generation, deadline)
+            for start, end in pieces(ranges, self._limits.read_connections)
         ]
         with self._lock:
             refusal = "it was closed" if self._closing else self._connections.refusal
@@ -169,20 +135,80 @@ class Reads:
                 self._rejected += 1
             if refusal is None:
                 self._open_reads[read] = len(jobs)
-                self._queue.extend(jobs)
-                self._start_workers()
-                busy = len(self._queue) > self._at_once()
-                self._ready.notify(len(jobs))
+                lent = self._lend(len(jobs))
             else:
-                self._outcomes[PageOutcome.FAILED] += len(ranges)
+                self._failed += len(ranges)
         if refusal is not None:
             read.refuse(f"read from peer {self._address}: {refusal}")
             return read
+        for job, stream in zip(jobs, lent, strict=False):
+            self._ask_now(job, stream)
+        self._enqueue(jobs, len(lent))
+        return read
+
+    def _lend(self, count: int) -> list[Stream]:
+        """Up to `count` idle connections, to ask on at once if nobody waits. Under the lock."""
+        lent: list[Stream] = []
+        while not self._queue and self._idle and self._idle[-1].sends_now and len(lent) < count:
+            lent.append(self._idle.pop())
+        self._lanes += len(lent)
+        self._pending += len(lent)
+        return lent
+
+    def _ask_now(self, job: Job, stream: Stream) -> None:
+        """Send a job's question if that needs no waiting; else it is asked when it is begun."""
+        request = next(self._requests)
+        asked = False
+        try:
+            asked = not stream.wait_readable(0.0) and stream.send_now(question(job, request))
+        except TierIOError as error:
+            # Whoever begins the job opens another connection, and has the time to wait for it.
+            log.debug("peer=%s asked=no reason=%s", self._address, error)
+        finally:
+            if asked:
+                job.lane, job.stream, job.request = True, stream, request
+            else:
+                self._connections.discard(stream)
+                with self._lock:
+                    self._lanes -= 1
+
+    def _enqueue(self, jobs: list[Job], pending: int) -> None:
+        """Hand jobs to workers and takers, and their deadlines to the watch where need be."""
+        with self._lock:
+            self._pending -= pending
+            closed = self._closing
+            if not closed:
+                for job in jobs:
+                    if job.lane:
+                        self._queue.appendleft(job)
+                    else:
+                        self._queue.append(job)
+                self._start_workers()
+                busy = len(self._queue) > self._at_once()
+                self._wake(jobs[0].deadline, len(jobs))
+        if closed:
+            for job in jobs:
+                self._drop(job, "it was closed")
+            return
         # Jobs that an idle worker takes at once need no watch: its socket has the deadline, and
         # waking one more thread would cost as much as a small read.
         for job in jobs if busy else ():
             self._watch_deadline(job)
-        return read
+
+    def _wake(self, deadline: float, count: int) -> None:
+        """Have `count` new jobs begun: soon by a worker, unless their taker is faster. Under the
+        lock."""
+        now = self._clock.monotonic()
+        self._look_until = now + LOOK_FOR_S
+        if self._looking and len(self._queue) == count and deadline - now > 5 * LOOK_S:
+            count -= 1
+        self._ready.notify(count)
+
+    def _hurry(self) -> None:
+        """Somebody waits for what is queued, and does not begin it."""
+        with self._lock:
+            if self._queue:
+                self._ready.notify()
 
     def _at_once(self) -> int:
         """How many queued jobs idle workers can begin now. Under the lock.
@@ -190,32 +216,48 @@ class Reads:
         A taker begins only what is first in the queue, so it takes no worker's place from a job
         that stands before its own.
         """
-        free = self._limits.read_connections - len(self._running)
-        return min(free, len(self._workers) - self._away)
+        free = self._limits.read_connections - self._lanes
+        return min(self._asked() + free, len(self._workers) - self._away - self._pending)
 
-    def _watch_deadline(self, job: _Job) -> None:
+    def _asked(self) -> int:
+        """Queued jobs that have a connection: they are the first ones. Under the lock."""
+        count = 0
+        for job in self._queue:
+            if not job.lane:
+                break
+            count += 1
+        return count
+
+    def _watch_deadline(self, job: Job) -> None:
         token = self._watch.add(job.deadline, lambda: self._expire(job))
         with self._lock:
             job.watch = token
-            queued = job.state is _State.QUEUED
+            queued = job.state is State.QUEUED
         if not queued:
             # Somebody was faster; the socket has the deadline.
             self._watch.discard(token)
 
-    def _expire(self, job: _Job) -> None:
+    def _expire(self, job: Job) -> None:
         """The deadline of a job has passed: it ends here unless somebody has begun it."""
         with self._lock:
-            if job.state is not _State.QUEUED:
+            if job.state is not State.QUEUED:
                 return
             self._queue.remove(job)
-            job.state = _State.ENDED
-        self._end(job, [], "deadline passed before a connection was free", None)
+            job.state = State.ENDED
+            why = "deadline passed before " + ("a worker" if job.lane else "a connection")
+        self._drop(job, f"{why} was free")
+
+    def _drop(self, job: Job, error: str) -> None:
+        """End a job that nobody runs."""
+        self._connections.discard(job.stream)
+        self._end(job, [], error, None)
 
     # --- who runs a job -------------------------------------------------------------------------
 
     def _start_workers(self) -> None:
         """As many as there are jobs, up to the limit. Under the lock."""
-        wanted = min(len(self._queue) + self._away, self._limits.read_connections)
+        jobs = len(self._queue) + self._pending + self._away
+        wanted = min(jobs, self._limits.read_connections)
         while len(self._workers) < wanted:
             worker = threading.Thread(
                 target=self._work,
@@ -237,14 +279,17 @@ class Reads:
             with self._lock:
                 self._away -= 1
 
-    def _wait_job(self) -> tuple[_Job, Stream | None] | None:
+    def _wait_job(self) -> tuple[Job, Stream | None] | None:
         """Wait for a job that can begin; None when the peer closes."""
         with self._lock:
             while not self._closing:
-                if self._queue and len(self._running) < self._limits.read_connections:
+                if self._queue and self._can_begin(self._queue[0]):
                     self._away += 1
                     return self._begin_first()
-                self._ready.wait(IDLE_WAIT_S)
+                look = not self._looking and self._clock.monotonic() < self._look_until
+                self._looking |= look
+                self._ready.wait(LOOK_S if look else IDLE_WAIT_S)
+                self._looking &= not look
             return None
 
     def _assist(self, read: TcpRead, timeout_s: float) -> float:
@@ -255,34 +300,46 @@ class Reads:
         until = self._clock.monotonic() + timeout_s
         begun = self._begin_own(read, until)
         if begun is None:
+            self._hurry()
             return timeout_s
         while begun is not None:
             self._run(*begun)
-            begun = self._begin_own(read, until)
+            begun = None if read.done else self._begin_own(read, until)
         return until - self._clock.monotonic()
 
-    def _begin_own(self, read: TcpRead, until: float) -> tuple[_Job, Stream | None] | None:
+    def _begin_own(self, read: TcpRead, until: float) -> tuple[Job, Stream | None] | None:
         with self._lock:
-            if not self._queue or len(self._running) >= self._limits.read_connections:
+            if not self._queue:
                 return None
             first = self._queue[0]
-            return self._begin_first() if first.read is read and first.deadline <= until else None
+            own = first.read is read and first.deadline <= until
+            return self._begin_first() if own and self._can_begin(first) else None
 
-    def _begin_first(self) -> tuple[_Job, Stream | None]:
-        """The first job of the queue, running now, and a connection if one is idle. Under the
+    def _can_begin(self, job: Job) -> bool:
+        """Whether it has a connection or may have one. Under the lock."""
+        return job.lane or self._lanes < self._limits.read_connections
+
+    def _begin_first(self) -> tuple[Job, Stream | None]:
+        """The first job of the queue, running now, and its connection or an idle one. Under the
         lock; whoever calls this runs it."""
         job = self._queue.popleft()
-        job.state = _State.RUNNING
+        job.state = State.RUNNING
         self._running.add(job)
+        if job.lane:
+            return job, job.stream
+        job.lane = True
+        self._lanes += 1
         return job, self._idle.pop() if self._idle else None
 
-    def _run(self, job: _Job, stream: Stream | None) -> None:
+    def _run(self, job: Job, stream: Stream | None) -> None:
         """Do a job and end it. Raises nothing but what interrupts a thread that waits."""
         outcomes: list[PageOutcome] = []
         error: str | None = "the thread that read it was interrupted"
         try:
-            stream = self._connections.usable(stream, job.deadline)
-            self._transfer(stream, job, outcomes)
+            if stream is None or job.stream is None:
+                stream = self._connections.usable(stream, job.deadline)
+                self._ask(stream, job)
+            self._receive(stream, job, outcomes)
             error = None
         except TierIOError as failure:
             error = str(failure)
@@ -300,47 +357,55 @@ class Reads:
 
     # --- one job --------------------------------------------------------------------------------
 
-    def _transfer(self, stream: Stream, job: _Job, outcomes: list[PageOutcome]) -> None:
-        """Ask for the job's pages and receive them in place; adds one outcome a page."""
-        request = next(self._requests)
-        body = pack_read(job.generation, job.ranges)
-        stream.send([pack_frame(Kind.READ, request, body)], self._limits.io_s, job.deadline)
+    def _ask(self, stream: Stream, job: Job) -> None:
+        """Ask for the job's pages."""
+        job.request = next(self._requests)
+        stream.send([question(job, job.request)], self._limits.io_s, job.deadline)
+
+    def _receive(self, stream: Stream, job: Job, outcomes: list[PageOutcome]) -> None:
+        """Receive the job's pages in place; adds one outcome a page."""
         first = bytearray(HEADER_BYTES)
+        bounds, length = page_bounds(job.views[0].nbytes), job.views[0].nbytes
         with memoryview(first) as head:
             for view in job.views:
+                if view.nbytes != length:
+                    bounds, length = page_bounds(view.nbytes), view.nbytes
                 stream.receive(head, job.deadline)
-                header = unpack_header(first, page_bounds(view.nbytes))
+                header = unpack_header(first, bounds)
                 if header.kind is Kind.ERROR:
                     text = unpack_error(stream.receive_bytes(header.length, job.deadline))
                     raise TierIOError(f"it refused: {text}")
-                if header.request != request:
-                    raise TierIOError(f"expected pages of {request}, got {header.request}")
+                if header.request != job.request:
+                    raise TierIOError(f"expected pages of {job.request}, got {header.request}")
                 if header.kind is Kind.GONE:
-                    outcomes.append(PageOutcome.GONE)
+                    outcomes.append(_GONE)
                     continue
                 stream.receive(view, job.deadline)
-                outcomes.append(PageOutcome.OK)
+                outcomes.append(_OK)
 
     def _end(
-        self, job: _Job, outcomes: list[PageOutcome], error: str | None, stream: Stream | None
+        self, job: Job, outcomes: list[PageOutcome], error: str | None, stream: Stream | None
     ) -> None:
         """Give views and connection back, and tell the reader. Pages without an outcome have
         FAILED."""
         if job.watch is not None:
             self._watch.discard(job.watch)
-        got = sum(
-            view.nbytes
-            for view, outcome in zip(job.views, outcomes, strict=False)
-            if outcome is PageOutcome.OK
-        )
-        outcomes += [PageOutcome.FAILED] * (len(job.ranges) - len(outcomes))
+        got = 0
+        for view, outcome in zip(job.views, outcomes, strict=False):
+            if outcome is _OK:
+                got += view.nbytes
+        if len(outcomes) < len(job.ranges):
+            outcomes += [PageOutcome.FAILED] * (len(job.ranges) - len(outcomes))
+        ok, gone = outcomes.count(_OK), outcomes.count(_GONE)
         with self._lock:
             self._running.discard(job)
-            job.state = _State.ENDED
-            job.views = []
+            self._lanes -= job.lane
+            job.state = State.ENDED
+            job.views, job.stream = [], None
             self._bytes += got
-            for outcome in outcomes:
-                self._outcomes[outcome] += 1
+            self._ok += ok
+            self._gone += gone
+            self._failed += len(outcomes) - ok - gone
             self._open_reads[job.read] -= 1
             if not self._open_reads[job.read]:
                 del self._open_reads[job.read]
@@ -362,9 +427,9 @@ class Reads:
         with self._lock:
             return ReadCounts(
                 open_reads=len(self._open_reads),
-                pages_ok=self._outcomes[PageOutcome.OK],
-                pages_gone=self._outcomes[PageOutcome.GONE],
-                pages_failed=self._outcomes[PageOutcome.FAILED],
+                pages_ok=self._ok,
+                pages_gone=self._gone,
+                pages_failed=self._failed,
                 bytes_read=self._bytes,
                 rejected_reads=self._rejected,
                 worker_restarts=self._restarts,
@@ -375,33 +440,36 @@ class Reads:
         with self._lock:
             limits = self._limits
             jobs = len(self._queue) + len(self._running)
-            assert all(job.state is _State.QUEUED for job in self._queue)
-            assert all(job.state is _State.RUNNING for job in self._running)
+            assert all(job.state is State.QUEUED for job in self._queue)
+            assert all(job.state is State.RUNNING for job in self._running)
             # A job that its deadline ends is in neither for a moment.
             assert jobs <= sum(self._open_reads.values()), (jobs, self._open_reads)
             assert len(self._open_reads) <= limits.queued_reads, len(self._open_reads)
             assert 0 <= self._away <= len(self._workers) <= limits.read_connections
-            assert len(self._running) + len(self._idle) <= limits.read_connections
+            used = len(self._running) + self._asked()
+            assert used <= self._lanes <= used + self._pending, (used, self._lanes)
+            assert self._lanes + len(self._idle) <= limits.read_connections
+            assert sum(job.lane for job in self._queue) == self._asked(), "one waits behind others"
             assert self._connections.has(self._idle), "an idle connection is closed"
         self._watch.check()
 
-    def stop(self) -> list[_Job]:
+    def stop(self) -> list[Job]:
         """First half of close(): begin nothing more. The queued jobs, to be given to finish()."""
         with self._lock:
             self._closing = True
             queued = list(self._queue)
             self._queue.clear()
             for job in queued:
-                job.state = _State.ENDED
+                job.state = State.ENDED
             self._ready.notify_all()
             return queued
 
-    def finish(self, queued: list[_Job]) -> None:
+    def finish(self, queued: list[Job]) -> None:
         """Second half, when connections fail at once: end all jobs. Waits for those running."""
         with self._lock:
             idle, self._idle = self._idle, []
         for job in queued:
-            self._end(job, [], "it was closed", None)
+            self._drop(job, "it was closed")
         for stream in idle:
             self._connections.discard(stream)
         self._watch.close(STOP_S)
@@ -416,17 +484,3 @@ class Reads:
                 worker.join(limit_s)
                 if worker.is_alive():
                     log.error("peer=%s worker=%s did not end", self._address, worker.name)
-
-
-def _pieces(ranges: Sequence[PageRange], connections: int) -> list[tuple[int, int]]:
-    """Cut ranges into runs [start, end) of about equal bytes, one a connection at most."""
-    total = sum(length for _, length in ranges)
-    count = max(1, min(connections, len(ranges), total // PIECE_BYTES))
-    pieces: list[tuple[int, int]] = []
-    start = done = 0
-    for index, (_, length) in enumerate(ranges):
-        done += length
-        if done * count >= total * (len(pieces) + 1):
-            pieces.append((start, index + 1))
-            start = index + 1
-    return pieces

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,9 @@ from tests.unit.storage.transport.transport_conformance import UNTOUCHED, begin,
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.stream import Stream
+from tierkv.storage.transport.tcp_jobs import PIECE_BYTES
 from tierkv.storage.transport.tcp_peer import TcpPeer
-from tierkv.storage.transport.tcp_reads import PIECE_BYTES, Reads
+from tierkv.storage.transport.tcp_reads import Reads
 
 OK, FAILED = PageOutcome.OK, PageOutcome.FAILED
 
@@ -205,7 +207,7 @@ def test_h2_a_taker_that_is_interrupted_ends_the_read(monkeypatch: pytest.Monkey
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(Reads, "_transfer", interrupt)
+            patched.setattr(Reads, "_receive", interrupt)
             read, _ = read_first(peer)
             with pytest.raises(KeyboardInterrupt):
                 read.take(LIMIT_S)
@@ -214,3 +216,63 @@ def test_h2_a_taker_that_is_interrupted_ends_the_read(monkeypatch: pytest.Monkey
         again, buffer = read_first(peer)
         assert again.take(LIMIT_S) == [OK] and buffer == PAYLOADS[0]
         settled(peer, connections=2)
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_h1_what_was_asked_and_nobody_takes_ends_at_its_deadline() -> None:
+    asked = threading.Semaphore(0)
+
+    def script(stream: Stream) -> None:
+        stream.send([page(next_request(stream), PAYLOADS[0])], LIMIT_S)
+        request = next_request(stream)
+        asked.release()
+        stream.send([page(request, PAYLOADS[1])], LIMIT_S)
+        wait_end(stream)
+
+    with scripted(script) as address, connect(address) as peer:
+        assert read_first(peer)[0].take(LIMIT_S) == [OK]
+        read, buffer = read_first(peer, 0.2)
+        assert asked.acquire(timeout=LIMIT_S), "the peer is asked before anybody waits"
+        peer.check()
+        done = threading.Event()
+        read.add_done_callback(done.set)
+        assert done.wait(LIMIT_S)
+        assert read.take(0.0) == [FAILED] and set(buffer) == {UNTOUCHED}
+        # The answer that came is thrown away with its connection.
+        settled(peer, connections=1)
+        again, buffer = read_first(peer)
+        assert again.take(LIMIT_S) == [OK] and buffer == PAYLOADS[0]
+
+
+@pytest.mark.usefixtures("no_workers")
+def test_closing_ends_what_was_asked_and_not_begun() -> None:
+    with scripted(serve_first_page) as address, connect(address) as peer:
+        assert read_first(peer)[0].take(LIMIT_S) == [OK]
+        read, buffer = read_first(peer)
+        peer.check()
+        peer.close()
+        assert read.done and read.take(0.0) == [FAILED]
+        assert set(buffer) == {UNTOUCHED}
+        settled(peer, connections=0)
+
+
+def test_a_read_that_nobody_waits_for_is_read_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also when a worker was about to look anyway, and so was not woken."""
+    ended = threading.Semaphore(0)
+    end = Reads._end
+
+    def tell(reads: Reads, *arguments: Any) -> None:
+        end(reads, *arguments)
+        ended.release()
+
+    monkeypatch.setattr(Reads, "_end", tell)
+    with scripted(serve_first_page) as address, connect(address) as peer:
+        for _ in range(10):
+            taken, _ = read_first(peer)
+            assert taken.take(LIMIT_S) == [OK] and ended.acquire(timeout=LIMIT_S)
+            read, buffer = read_first(peer)
+            assert ended.acquire(timeout=LIMIT_S)
+            assert read.take(0.0) == [OK] and buffer == PAYLOADS[0]
+            settled(peer, connections=2)
