@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,6 +74,10 @@ class Status(IntEnum):
 # By number: a look-up takes a tenth of the enum's own call, and every message needs two.
 _VERBS = {verb.value: verb for verb in Verb}
 _STATUSES = {status.value: status for status in Status}
+
+
+# The bits of each byte, lowest first. For a few keys, as most messages have, faster than numpy.
+_BITS = [tuple(bool(byte >> bit & 1) for bit in range(8)) for byte in range(256)]
 
 
 class Envelope(NamedTuple):
@@ -160,8 +165,7 @@ class BodyReader:
         packed = self.blob(-(-count // 8))
         if count % 8 and packed[-1] >> count % 8:
             raise TierIOError(f"read pool message: expected zeros after {count} bits")
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little")
-        return tuple(bits.view(np.bool_).tolist())
+        return tuple(chain.from_iterable(map(_BITS.__getitem__, packed)))[:count]
 
     def end(self) -> None:
         """The body must be read to its end now."""

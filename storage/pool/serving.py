@@ -296,6 +296,8 @@ class PoolServer:
 
     def _serve(self, identity: PeerIdentity, name: str, request: AnyRequest) -> Answer | Refusal:
         """The answer to a member in good standing."""
+        if isinstance(request, Lookup):
+            return self._lookup(request)
         if isinstance(request, Sync):
             self._leases.expire()
             return self._sync(request)
@@ -308,8 +310,6 @@ class PoolServer:
         with self._using(request.page_bytes) as entry:
             if entry is None:
                 return Refusal(Status.NO_CLASS)
-            if isinstance(request, Lookup):
-                return LookupAnswer(tuple(entry.served.store.lookup_here(request.keys)))
             if isinstance(request, SnapshotAsk):
                 return self._teller.part(name, entry.served.holdings, request)
             return self._lease(name, entry, request)
@@ -317,22 +317,39 @@ class PoolServer:
     @contextmanager
     def _using(self, page_bytes: int) -> Iterator[_Class | None]:
         """A page size that stays until the block is left; None when it is not served."""
-        with self._changed:
-            entry = self._classes.get(page_bytes)
-            if entry is not None and entry.closing:
-                entry = None
-            if entry is not None:
-                entry.users += 1
+        entry = self._enter(page_bytes)
         try:
             yield entry
         finally:
             if entry is not None:
-                with self._changed:
-                    entry.users -= 1
-                    if entry.closing:
-                        self._changed.notify_all()
+                self._leave(entry)
+
+    def _enter(self, page_bytes: int) -> _Class | None:
+        """A page size that stays until _leave(); None when it is not served."""
+        with self._changed:
+            entry = self._classes.get(page_bytes)
+            if entry is None or entry.closing:
+                return None
+            entry.users += 1
+            return entry
+
+    def _leave(self, entry: _Class) -> None:
+        with self._changed:
+            entry.users -= 1
+            if entry.closing:
+                self._changed.notify_all()
 
     # --- the verbs ----------------------------------------------------------------------------
+
+    def _lookup(self, request: Lookup) -> LookupAnswer | Refusal:
+        # Asked far more often than all else: _using() would be a tenth of its time.
+        entry = self._enter(request.page_bytes)
+        if entry is None:
+            return Refusal(Status.NO_CLASS)
+        try:
+            return LookupAnswer(tuple(entry.served.store.lookup_here(request.keys)))
+        finally:
+            self._leave(entry)
 
     def _sync(self, request: Sync) -> SyncAnswer:
         changes: list[Changes] = []
