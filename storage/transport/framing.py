@@ -17,15 +17,16 @@ FIRST_BYTES = 8192
 
 
 def receive_frame(
-    stream: Stream, bounds: dict[Kind, range], deadline: float
+    stream: Stream, bounds: dict[Kind, range], deadline: float, *, ready: bool = False
 ) -> tuple[Header, bytes] | None:
     """The next frame; None when the peer closed before its first byte. O(body).
 
-    TierIOError when the connection fails, `deadline` passes, or the frame is not in `bounds`.
+    `ready`: wait_readable() has just said so. TierIOError when the connection fails, `deadline`
+    passes, or the frame is not in `bounds`.
     """
     first = bytearray(FIRST_BYTES)
     with memoryview(first) as view:
-        got = stream.receive_some(view, deadline)
+        got = stream.receive_some(view, deadline, ready=ready)
         if got == 0:
             return None
         if got < HEADER_BYTES:

@@ -50,10 +50,11 @@ class Stream(ABC):
         """
 
     @abstractmethod
-    def receive_some(self, view: memoryview, deadline: float) -> int:
+    def receive_some(self, view: memoryview, deadline: float, *, ready: bool = False) -> int:
         """Receive what is there, one byte at least and `view` at most; 0 when the peer closed.
 
-        TierIOError when the connection fails or `deadline` passes.
+        `ready`: wait_readable() has just said so. TierIOError when the connection fails or
+        `deadline` passes.
         """
 
     @abstractmethod
@@ -144,15 +145,15 @@ class PlainStream(Stream):
             got += count
         return got
 
-    def receive_some(self, view: memoryview, deadline: float) -> int:
+    def receive_some(self, view: memoryview, deadline: float, *, ready: bool = False) -> int:
         while True:
-            if not self.wait_readable(self._left(deadline, "receive from")):
+            if not ready and not self.wait_readable(self._left(deadline, "receive from")):
                 raise TierIOError("receive from peer: deadline passed")
             try:
                 return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 # Readable a moment ago: what was there did not have its checksum.
-                continue
+                ready = False
             except OSError as error:
                 raise TierIOError(f"receive from peer: {_reason(error)}") from error
 
@@ -215,7 +216,7 @@ class TlsStream(Stream):
             got += count
         return got
 
-    def receive_some(self, view: memoryview, deadline: float) -> int:
+    def receive_some(self, view: memoryview, deadline: float, *, ready: bool = False) -> int:
         return self._some(view, deadline)
 
     def _some(self, view: memoryview, deadline: float, done: int = 0, length: int = 0) -> int:

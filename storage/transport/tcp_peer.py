@@ -49,7 +49,8 @@ class TcpPeer(Peer):
         self._requests = itertools.count(1)
         self._connections = Connections(identity, first, opener)
         self._reads = Reads(address, self._connections, self._requests, limits, clock)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._idle: list[Stream] = [first]
         """Message connections that no message uses."""
         self._out = 0
@@ -108,7 +109,7 @@ class TcpPeer(Peer):
 
     def _begin_message(self, deadline: float) -> Stream | None:
         """Wait for one of the message connections; None: it is to be opened."""
-        with self._changed:
+        with self._lock:
             if self._out >= self._limits.message_connections and not self._closing:
                 self._wait_turn(deadline)
             if self._closing:
@@ -132,7 +133,7 @@ class TcpPeer(Peer):
             raise TierIOError(f"message to peer {self.address}: {limit} others did not end in time")
 
     def _end_message(self, stream: Stream | None, whole: bool, answered: bool) -> None:
-        with self._changed:
+        with self._lock:
             self._out -= 1
             if answered:
                 self._messages += 1
@@ -165,7 +166,7 @@ class TcpPeer(Peer):
 
     def stats(self) -> PeerStats:
         reads = self._reads.counts()
-        with self._changed:
+        with self._lock:
             return PeerStats(
                 connections=self._connections.count,
                 open_reads=reads.open_reads,
@@ -182,7 +183,7 @@ class TcpPeer(Peer):
     def check(self) -> None:
         self._reads.check()
         limits = self._limits
-        with self._changed:
+        with self._lock:
             assert 0 <= self._out <= limits.message_connections, self._out
             assert len(self._idle) + self._out <= limits.message_connections
             assert self._connections.has(self._idle), "an idle connection is closed"
@@ -190,7 +191,7 @@ class TcpPeer(Peer):
         assert self._connections.count <= open_max, self._connections.count
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closing = True
             idle, self._idle = self._idle, []
             self._changed.notify_all()

@@ -54,7 +54,8 @@ class Exports:
 
     def __init__(self, limits: TransportLimits) -> None:
         self._limits = limits
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._memories: dict[int, memoryview] = {}
         self._last = 0
         """The newest generation."""
@@ -67,7 +68,7 @@ class Exports:
                 f"register memory: expected a contiguous run of bytes, got {memory.nbytes} bytes, "
                 f"contiguous={memory.c_contiguous}"
             )
-        with self._changed:
+        with self._lock:
             if len(self._memories) >= self._limits.memories:
                 raise ConfigError(
                     f"register memory: {len(self._memories)} are registered, no more are taken; "
@@ -79,7 +80,7 @@ class Exports:
 
     def unregister(self, generation: int) -> None:
         """See Transport.unregister()."""
-        with self._changed:
+        with self._lock:
             self._memories.pop(generation, None)
             for stream, wanted in self._reading.items():
                 if wanted == generation:
@@ -94,7 +95,7 @@ class Exports:
 
     def close(self) -> None:
         """Unregister all. TierIOError as there, when all have been tried."""
-        with self._changed:
+        with self._lock:
             generations = set(self._memories) | set(self._reading.values())
         stuck: list[TierIOError] = []
         for generation in generations:
@@ -107,7 +108,7 @@ class Exports:
 
     def begin(self, stream: Stream, generation: int) -> memoryview | None:
         """A view of the memory, to be released before end(); None when it is not registered."""
-        with self._changed:
+        with self._lock:
             memory = self._memories.get(generation)
             if memory is None:
                 return None
@@ -117,7 +118,7 @@ class Exports:
 
     def end(self, stream: Stream) -> None:
         """This connection reads no more of it."""
-        with self._changed:
+        with self._lock:
             self._reading.pop(stream, None)
             self._changed.notify_all()
 
@@ -128,7 +129,7 @@ class Exports:
 
     def check(self) -> None:
         """Assert that generations are what was given out, within the bound. O(memories)."""
-        with self._changed:
+        with self._lock:
             assert len(self._memories) <= self._limits.memories, len(self._memories)
             assert all(1 <= generation <= self._last for generation in self._memories)
 
@@ -152,7 +153,8 @@ class Server:
         self._clock = clock
         self._tls = tls
         self._bounds = request_bounds(limits)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
@@ -176,7 +178,7 @@ class Server:
 
     def stats(self) -> TransportStats:
         """Counters. O(1)."""
-        with self._changed:
+        with self._lock:
             counts = self._counts
             return TransportStats(
                 connections=len(self._connections),
@@ -191,7 +193,7 @@ class Server:
 
     def check(self) -> None:
         """Assert that nobody reads who is not connected, and that the bound holds. O(1)."""
-        with self._changed:
+        with self._lock:
             connections = len(self._connections)
             assert connections <= self._limits.peer_connections, connections
             assert self._exports.reading <= connections, (self._exports.reading, connections)
@@ -207,7 +209,7 @@ class Server:
             except OSError as error:
                 log.debug("listener=shut reason=%s", error)
             self._listener.close()
-        with self._changed:
+        with self._lock:
             for stream in self._connections.values():
                 if stream is not None:
                     stream.interrupt()
@@ -221,7 +223,7 @@ class Server:
             raise TierIOError(f"close transport: {left} connections did not end in {limit_s:g} s")
 
     def _count(self, name: str, by: int = 1) -> None:
-        with self._changed:
+        with self._lock:
             self._counts[name] += by
 
     def _supervise(self, work: Callable[[], None]) -> None:
@@ -251,7 +253,7 @@ class Server:
                 name=f"tierkv-transport-{name}",
                 daemon=True,
             )
-            with self._changed:
+            with self._lock:
                 full = len(self._connections) >= self._limits.peer_connections
                 if not full and not self._closing.is_set():
                     self._connections[thread] = None
@@ -276,7 +278,7 @@ class Server:
         self._refusals.note(name, reason)
 
     def _forget(self, thread: threading.Thread) -> None:
-        with self._changed:
+        with self._lock:
             self._connections.pop(thread, None)
             self._changed.notify_all()
 
@@ -308,7 +310,7 @@ class Server:
         except TierIOError as error:
             self._refused(name, error)
             return None
-        with self._changed:
+        with self._lock:
             if self._closing.is_set():
                 stream.interrupt()
             self._connections[thread] = stream
@@ -336,7 +338,7 @@ class Server:
             return False
         deadline = self._clock.monotonic() + self._limits.io_s
         try:
-            frame = receive_frame(stream, self._bounds, deadline)
+            frame = receive_frame(stream, self._bounds, deadline, ready=True)
             if frame is None:
                 return False
             header, body = frame
@@ -383,7 +385,7 @@ class Server:
             size += length
             if size >= BATCH_BYTES or index + 1 == len(ranges):
                 stream.send(batch, self._limits.io_s)
-                with self._changed:
+                with self._lock:
                     self._counts["pages"] += index + 1 - first
                     self._counts["bytes"] += size
                 batch, size, first = [], 0, index + 1
