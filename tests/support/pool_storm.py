@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -299,7 +299,7 @@ def open_files() -> Counter[str]:
     return found
 
 
-def pool_threads() -> list[str]:
-    """Threads that nodes have started and that have not ended."""
-    names = [thread.name for thread in threading.enumerate()]
-    return sorted(name for name in names if name.startswith("tierkv"))
+def pool_threads(besides: Collection[threading.Thread] = ()) -> list[str]:
+    """Threads of ours that have not ended, besides those that were there before."""
+    here = [thread for thread in threading.enumerate() if thread not in besides]
+    return sorted(thread.name for thread in here if thread.name.startswith("tierkv"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tierkv.storage.types import CommitOutcome, PageKey
 def weather(folder: Path, seed: int, seconds: float) -> None:
     """A storm of so long, and what must be true after it."""
     print(f"seed={seed}")
-    files = open_files()
+    files, threads = open_files(), threading.enumerate()
     with Storm(folder, seed) as storm:
         storm.rage(seconds)
         storm.calm()
@@ -37,7 +38,7 @@ def weather(folder: Path, seed: int, seconds: float) -> None:
         for node in others:
             for key in fresh:
                 find(node, others, key)
-    until(lambda: not pool_threads(), pool_threads)
+    until(lambda: not pool_threads(threads), lambda: pool_threads(threads))
     until(lambda: open_files() <= files, lambda: open_files() - files)
 
 
