@@ -15,8 +15,9 @@ The pages of a freed lease may be evicted and their slots written again. Until t
 only see what it was promised (docs/adr/0010-the-pool.md): whoever reads longer than its hold
 throws the bytes away, but its network card may be reading still, for up to the longest transfer.
 
-Invariants: a lease is freed once; granted == freed + what is here; a member's pages and a page
-size's pages stay within their bounds, overdue and quarantined ones included.
+Invariants: a lease is freed once; granted == freed + what is here; a member's pages and the slots
+leased of a page size stay within their bounds, overdue and quarantined ones included. A slot that
+several leases hold is one slot of its page size: it is no more than one that others cannot use.
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ class _Entry:
     """None: quarantined."""
     page_bytes: int
     parts: Sequence[PageLease]
-    pages: int
+    slots: tuple[int, ...]
+    """Of `parts`, which forget theirs when they are released."""
     held_until: float
     free_at: float
+
+    @property
+    def pages(self) -> int:
+        return len(self.slots)
 
 
 class LeaseTable:
@@ -74,7 +80,8 @@ class LeaseTable:
         self._due: list[tuple[float, int]] = []
         """A heap of (free_at, id). May name leases that are gone, or with an earlier time."""
         self._of_member: Counter[str | None] = Counter()
-        self._of_class: Counter[int] = Counter()
+        self._slots: dict[int, Counter[int]] = {}
+        """By page size: how many leases hold each slot."""
         self._granted = self._released = self._expired = self._refused = 0
 
     def grant(
@@ -87,24 +94,27 @@ class LeaseTable:
     ) -> int | None:
         """Hold these pages for `member`, from now on for `hold_s`; returns the lease's number.
 
-        The table owns `parts` from then on. None when the member, or all members together in
-        this page size (`class_pages_max`), would hold too much: nothing is taken over.
+        The table owns `parts` from then on. None when the member would hold too much, or all
+        members together too many slots of this page size (`class_pages_max`): nothing is taken
+        over.
         """
-        pages = sum(len(part.slots) for part in parts)
+        slots = tuple(slot for part in parts for slot in part.slots)
+        pages = len(slots)
         assert pages, "a lease holds something"
         with self._lock:
+            held = self._slots.setdefault(page_bytes, Counter())
             if (
                 self._of_member[member] + pages > self._pages_max
-                or self._of_class[page_bytes] + pages > class_pages_max
+                or len(held) + sum(slot not in held for slot in set(slots)) > class_pages_max
             ):
                 self._refused += pages
                 return None
             lease = next(self._ids)
             until = self._clock.monotonic() + hold_s
             free_at = until + self._quarantine_s
-            self._entries[lease] = _Entry(member, page_bytes, parts, pages, until, free_at)
+            self._entries[lease] = _Entry(member, page_bytes, parts, slots, until, free_at)
             self._of_member[member] += pages
-            self._of_class[page_bytes] += pages
+            held.update(slots)
             self._granted += pages
             self._add_due(free_at, lease)
             return lease
@@ -176,7 +186,7 @@ class LeaseTable:
             )
             return LeaseCounts(
                 len(self._entries),
-                sum(self._of_class.values()),
+                sum(self._of_member.values()),
                 quarantined,
                 self._granted,
                 self._released,
@@ -197,14 +207,15 @@ class LeaseTable:
             ended = self._released + self._expired
             assert self._granted == here + ended, (self._granted, here, ended)
             members: Counter[str | None] = Counter()
-            classes: Counter[int] = Counter()
+            classes: dict[int, Counter[int]] = {}
             for entry in entries.values():
                 members[entry.member] += entry.pages
-                classes[entry.page_bytes] += entry.pages
+                classes.setdefault(entry.page_bytes, Counter()).update(entry.slots)
                 slots = sum(len(part.slots) for part in entry.parts)
                 assert slots == entry.pages, "a lease was freed behind the table's back"
             assert +self._of_member == members, (self._of_member, members)
-            assert +self._of_class == classes, (self._of_class, classes)
+            held = {page_bytes: slots for page_bytes, slots in self._slots.items() if slots}
+            assert held == classes, (held, classes)
             named = [n for member, n in members.items() if member is not None]
             assert all(n <= self._pages_max for n in named), "a member holds too much"
             due = {(at, lease) for at, lease in self._due}
@@ -229,7 +240,13 @@ class LeaseTable:
     def _remove(self, lease: int) -> _Entry:
         entry = self._entries.pop(lease)
         self._of_member[entry.member] -= entry.pages
-        self._of_class[entry.page_bytes] -= entry.pages
+        held = self._slots[entry.page_bytes]
+        for slot in entry.slots:
+            held[slot] -= 1
+            if not held[slot]:
+                del held[slot]
+        if not held:
+            del self._slots[entry.page_bytes]
         if not self._of_member[entry.member]:
             del self._of_member[entry.member]
         return entry

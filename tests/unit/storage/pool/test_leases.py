@@ -226,3 +226,20 @@ def test_what_was_released_leaves_nothing_behind_in_the_queue_of_deadlines(
     for _ in range(1000):
         assert table.release("a", grant(table, "a", pages(store, 0)))
     assert len(table._due) <= 2 * 1 + 64
+
+
+def test_slots_that_several_leases_hold_count_once_in_their_page_size(
+    table: LeaseTable, store: TieredStore, clock: ManualClock
+) -> None:
+    # As when the answers that granted them were lost: the member asks again.
+    for _ in range(3):
+        assert table.grant("a", PAGE_BYTES, [pages(store, 0, 1)], HOLD_S, 3) is not None
+        table.check()
+    assert leased(store) == 2 and table.counts().pages == 6
+    with pages(store, 1, 2, 3) as more:
+        assert table.grant("b", PAGE_BYTES, [more], HOLD_S, 3) is None, "four slots"
+    assert table.grant("b", PAGE_BYTES, [pages(store, 1, 2)], HOLD_S, 3) is not None
+    table.check()
+    clock.advance(HOLD_S + QUARANTINE_S)
+    assert table.expire() == 8 and leased(store) == 0
+    table.check()
