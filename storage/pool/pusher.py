@@ -31,6 +31,7 @@ from tierkv.storage.pool.exchange import Session
 from tierkv.storage.pool.holdings import fingerprint, fingerprints
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.messages import OfferedPage, Refusal, StoreAsk, StoreOutcome
+from tierkv.storage.pool.pins import Pins
 from tierkv.storage.remote import LocalStore
 from tierkv.storage.types import PageKey, TierName
 
@@ -41,6 +42,8 @@ ANSWER_GRACE_S = 1.0
 """The peer may take store_s to read; so much longer its answer may take."""
 QUARANTINED_MAX = 4
 """Batches held for a peer that did not answer. With so many it is asked no more for a while."""
+PINS_PAUSE_S = 0.05
+"""Between two tries to hold pages still, while others hold all that may be."""
 STOP_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -83,8 +86,10 @@ class Pusher:
         done: Callable[[Copy, Link, CopyEnd], None],
         config: PoolConfig,
         clock: Clock,
+        pins: Pins,
     ) -> None:
-        """`generation`: of the store's memory. `done` is called with no lock held."""
+        """`generation`: of the store's memory. `done` is called with no lock held. `pins` is that
+        of all pushers of the store."""
         self.link = link
         self._store = store
         self._generation = generation
@@ -95,7 +100,10 @@ class Pusher:
         self._changed = threading.Condition()
         self._queue: deque[Copy] = deque()
         self._running = 0
-        self._quarantine: deque[tuple[float, list[PageLease]]] = deque()
+        self._pins = pins
+        self._pinned = 0
+        """Of `pins`, for the batch that its thread is at."""
+        self._quarantine: deque[tuple[float, list[PageLease], int]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._restarts = 0
@@ -155,8 +163,9 @@ class Pusher:
         """End the quarantine: the peer can reach this store's memory no more."""
         with self._changed:
             held, self._quarantine = list(self._quarantine), deque()
-        for _, leases in held:
+        for _, leases, pages in held:
             self._release(leases)
+            self._pins.give(pages)
 
     # --- its thread -----------------------------------------------------------------------
 
@@ -192,6 +201,8 @@ class Pusher:
                     self._restarts += 1
                 for copy in list(batch):
                     self._end(batch, copy, CopyEnd.GONE)
+            self._pins.give(self._pinned)
+            self._pinned = 0
             with self._changed:
                 self._running = 0
                 self._changed.notify_all()
@@ -208,9 +219,12 @@ class Pusher:
             )
             if self._closing:
                 return None
-            batch: list[Copy] = []
-            while self._queue and len(batch) < self._config.batch_pages and not full:
-                batch.append(self._queue.popleft())
+            wanted = 0 if full else min(len(self._queue), self._config.batch_pages)
+            self._pinned = self._pins.take(wanted)
+            if self._pinned < min(wanted, 1):
+                # The copies for other peers hold all that may be held; they end by themselves.
+                self._changed.wait_for(lambda: self._closing, PINS_PAUSE_S)
+            batch = [self._queue.popleft() for _ in range(self._pinned)]
             self._running = len(batch)
             self._changed.notify_all()
             return batch
@@ -220,9 +234,10 @@ class Pusher:
         with self._changed:
             due = []
             while self._quarantine and self._quarantine[0][0] <= now:
-                due.append(self._quarantine.popleft()[1])
-        for leases in due:
+                due.append(self._quarantine.popleft())
+        for _, leases, pages in due:
             self._release(leases)
+            self._pins.give(pages)
 
     def _push(self, batch: list[Copy]) -> None:
         """Make the copies of one batch; those dealt with are taken out of it."""
@@ -345,7 +360,8 @@ class Pusher:
         """Quarantine: no answer came, so the peer may be reading still."""
         due = self._clock.monotonic() + self._config.transfer_s
         with self._changed:
-            self._quarantine.append((due, leases))
+            self._quarantine.append((due, leases, self._pinned))
+            self._pinned = 0
 
     def _release(self, leases: Sequence[PageLease]) -> None:
         """Hold these pages no more. What came up from nvme to be copied goes down again: balance

@@ -185,6 +185,5 @@ class Receiver:
 
 
 def arena_pages(store: LocalStore) -> int:
-    """About how many pages the host arena of a store has room for."""
-    with store.arena_memory() as memory:
-        return memory.nbytes // store.page_bytes
+    """How many pages the host arena of a store has slots for."""
+    return store.host.stats().capacity_pages

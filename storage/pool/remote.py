@@ -35,10 +35,12 @@ from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.copies import Copies
 from tierkv.storage.pool.holdings import Fingerprints, Holdings, fingerprints
 from tierkv.storage.pool.link import Link, LinkState
+from tierkv.storage.pool.pins import Pins
 from tierkv.storage.pool.placement import rank
 from tierkv.storage.pool.puller import Puller
 from tierkv.storage.pool.pusher import CopyEnd, Pusher
 from tierkv.storage.pool.rebalance import Rebalancer
+from tierkv.storage.pool.receiving import arena_pages
 from tierkv.storage.pool.serving import Served
 from tierkv.storage.pulls import PullQueue
 from tierkv.storage.quota import Quota
@@ -112,11 +114,14 @@ class PoolRemote(Remote):
         self.generation = self._around.transport.register(store.arena_memory())
         self._holdings = Holdings(store, clock=self._clock)
         self._queue = PullQueue(store.host, self._clock, self._config.pull_pages)
+        # Half of the arena may be leased to members; so copies get a quarter.
+        pins = Pins(max(1, arena_pages(store) // 4))
+        self._pins = pins
         self._copies = Copies(
             store,
             self._around,
             lambda link, done: Pusher(
-                link, store, self.generation, writes, done, self._config, self._clock
+                link, store, self.generation, writes, done, self._config, self._clock, pins
             ),
             self._config,
             self._clock,
@@ -311,6 +316,7 @@ class PoolRemote(Remote):
         self._queue.check()
         self._holdings.check()
         self._copies.check()
+        self._pins.check()
         with self._lock:
             pullers = list(self._pullers.values())
         for puller in pullers:

@@ -158,3 +158,24 @@ def test_a_page_size_that_opens_late_is_drained_at_the_first_try() -> None:
             for opened, end in [(store, remote), *late]:
                 assert end.close(WAIT_S)
                 opened.close()
+
+
+def test_peers_that_do_not_answer_leave_this_node_room_for_its_own_work() -> None:
+    with running_nodes(
+        4, replicas=3, hot_replicas=3, host_pages=16, batch_pages=16, store_s=20.0, host_share=1.0
+    ) as nodes:
+        one, *others = nodes
+        for other in others:
+            other.gate.open.clear()
+        one.put(page_keys(*range(16)))
+        until(
+            lambda: any(other.gate.reads for other in others),
+            lambda: [other.gate.reads for other in others],
+        )
+        for start in range(100, 148, 6):
+            assert len(put_store(one.store, page_keys(*range(start, start + 6)))) == 6, start
+        assert one.store.stats().tiers[0].leased_pages <= 4
+        for other in others:
+            other.gate.open.set()
+        assert one.store.wait_quiet(WAIT_S)
+        until(lambda: one.remote._pins.taken == 0, lambda: one.remote._pins.taken)
