@@ -9,7 +9,7 @@ no bytes. Called by the daemon; attach() gives TieredStore.attach_remote() its r
     a member greets, or answers a greeting   its life is compared with the roster; a new one voids
                                              the leases that the old one held here
     a peer knows this node's later epoch     a later epoch is taken and made durable, then everybody
-                                             is greeted anew; at most once in FENCE_S
+                                             is greeted anew; at most once in FENCE_S, then rarer
     a member falls silent, comes, leaves     its queued pulls and copies go elsewhere; rebalancing
     the list of members changes              links are made and closed
 
@@ -48,6 +48,10 @@ from tierkv.storage.pool.status import (
 from tierkv.storage.transport.base import Peer, PeerIdentity, Transport
 
 FENCE_S = 1.0
+FENCE_S_MAX = 60.0
+"""Between two epochs taken because a peer knew a later one: two nodes of one name would go above
+each other for ever, and end the leases of each other's readers each time. It doubles while they
+do, and falls back after ten times as long without."""
 READER_S = 1.0
 
 OpenClass = Callable[[int, float], bool]
@@ -94,6 +98,7 @@ class Pool:
         """Told when a link has changed."""
         self._fencing = threading.Lock()
         self._fence_again = clock.monotonic()
+        self._fence_pause_s = FENCE_S
         self._fences = 0
         self._restarts = 0
         self._own_address = config.own_address
@@ -257,7 +262,10 @@ class Pool:
             now = self._clock.monotonic()
             if epoch < self.own_epoch or now < self._fence_again:
                 return
-            self._fence_again = now + FENCE_S
+            if now - self._fence_again > 10 * self._fence_pause_s:
+                self._fence_pause_s = FENCE_S
+            self._fence_again = now + self._fence_pause_s
+            self._fence_pause_s = min(2 * self._fence_pause_s, FENCE_S_MAX)
             before = self.own_epoch
             try:
                 after = self._epoch.raise_above(epoch)

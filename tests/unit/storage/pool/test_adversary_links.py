@@ -14,6 +14,7 @@ from tests.support.pool_nodes import (
     PAGE_BYTES,
     WAIT_S,
     Node,
+    OffsetClock,
     free_address,
     running_nodes,
     start_node,
@@ -114,6 +115,24 @@ def test_two_members_that_cannot_follow_each_other_do_not_keep_each_other_busy()
     finally:
         one.stop()
         two.stop()
+
+
+def test_two_nodes_of_one_name_go_above_each_other_ever_more_rarely() -> None:
+    clock = OffsetClock()
+    node = start_node(free_address(), [free_address()], clock=clock, **QUIET)
+    try:
+        for _ in range(300):
+            node.pool.fenced(node.pool.own_epoch, "the twin's peer")
+            clock.offset_s += 1.1
+        fences = node.pool.status()["fences"]
+        assert 5 < fences < 15, f"{fences} epochs in five minutes"
+        clock.offset_s += 1200.0
+        for _ in range(2):
+            node.pool.fenced(node.pool.own_epoch, "a peer")
+            clock.offset_s += 1.1
+        assert node.pool.status()["fences"] == fences + 2, "long ago, it says nothing"
+    finally:
+        node.stop()
 
 
 def test_leases_stay_while_memory_cannot_be_unregistered(
