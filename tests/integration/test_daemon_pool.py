@@ -392,7 +392,8 @@ def test_unequal_formats_are_told_once_by_each(
 def test_a_member_without_an_address_is_told_once(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pool = {"listen": OWN, "members": ["no-such-host.invalid"], "key_file": key_in(folder)}
+    listen = f"{OWN}:{free_port(OWN)}"
+    pool = {"listen": listen, "members": ["no-such-host.invalid"], "key_file": key_in(folder)}
     with served(folder, pool) as daemon:
         daemon.await_serving()
         await_member(daemon, capfd, has("no-such-host.invalid"))
