@@ -214,7 +214,26 @@ class PeerRead:
         return True
 
 
-class Peer(ABC):
+class Closing(ABC):
+    """Something that is closed by close(), or by leaving its with block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let everything go. Idempotent."""
+
+
+class Peer(Closing):
     """A node that was connected. All methods are thread-safe.
 
     Its identity does not change: when the peer restarts, everything fails until the caller
@@ -271,23 +290,12 @@ class Peer(ABC):
     def close(self) -> None:
         """End all reads (FAILED) and let the connections go. Idempotent."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 Handler = Callable[[PeerIdentity, bytes], bytes]
 """Answers a message. Called from several threads; what it raises is the sender's failure."""
 
 
-class Transport(ABC):
+class Transport(Closing):
     """One node's end. All methods are thread-safe."""
 
     name: str
@@ -335,17 +343,6 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop serving, close the peers, read nothing more. Idempotent."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def new_boot_token() -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engine_checks import assert_given_back
 from tests.support.memory_remote import Fault, Medium, MemoryRemote
 from tests.support.model_files import qwen3_config, write_model
 from tests.unit.storage.remote_conformance import wait_until
@@ -113,16 +114,7 @@ class Rig:
         self.remote.release()
 
     def check(self) -> None:
-        self.engine.check()
-        self.engine.drop_gpu_cache()
-        assert self.store.wait_quiet(WAIT_S)
-        self.store.check()
-        stats = self.engine.stats()
-        assert (stats.cache.pages_copying, stats.cache.protected_tokens) == (0, 0)
-        assert stats.restore is not None
-        assert (stats.restore.active, stats.restore.orphaned_pages) == (0, 0)
-        assert stats.store is not None
-        assert sum(tier.leased_pages + tier.reserved_pages for tier in stats.store.tiers) == 0
+        assert_given_back(self.engine, self.store)
 
     def close(self) -> None:
         self.engine.close()
