@@ -95,35 +95,48 @@ class UcxLibrary(Protocol):
 
 
 class Waker:
-    """Ends a wait() from another thread."""
+    """Where a thread sleeps until another one wakes it, or a worker that it watches has news.
+
+    All methods but wait() and close() may be called by other threads while one waits.
+    """
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._event, select.EPOLLIN)
         self._lock = threading.Lock()
+        self._watched: int | None = None
         self._closed = False
 
     def wake(self) -> None:
-        """Thread-safe. The next wait ends at once."""
+        """The next wait ends at once."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._event, 1)
 
-    def wait(self, worker: UcxWorker | None, timeout_s: float) -> bool:
-        """Until the worker has something to do, wake() or the timeout. True: it may have."""
-        if worker is not None and not worker.arm():
-            return True
-        poll = select.poll()
-        poll.register(self._event, select.POLLIN)
-        if worker is not None:
-            poll.register(worker.fileno(), select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(max(0.0, timeout_s) * 1e3)}
-        if self._event in ready:
-            os.eventfd_read(self._event)
-        return bool(ready - {self._event})
+    def watch(self, worker: UcxWorker | None) -> None:
+        """End a wait, also one under way, for this worker alone; for none. A worker is to be
+        armed before, and is unwatched before it is closed."""
+        fd = None if worker is None else worker.fileno()
+        with self._lock:
+            if self._closed or fd == self._watched:
+                return
+            if self._watched is not None:
+                self._epoll.unregister(self._watched)
+            if fd is not None:
+                self._epoll.register(fd, select.EPOLLIN)
+            self._watched = fd
+
+    def wait(self, timeout_s: float) -> None:
+        """Until wake(), the worker has something to do, or the timeout."""
+        for fd, _ in self._epoll.poll(max(0.0, timeout_s)):
+            if fd == self._event:
+                os.eventfd_read(self._event)
 
     def close(self) -> None:
         """By the thread that waits, when it waits no more."""
         with self._lock:
             if not self._closed:
                 self._closed = True
+                self._epoll.close()
                 os.close(self._event)

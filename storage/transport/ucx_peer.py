@@ -1,15 +1,23 @@
-"""The asking side of the ucx plane: one peer, and the thread that moves its pages.
+"""The asking side of the ucx plane: one peer, and whoever moves its pages.
 
-Owns the reads of one peer, a UCX worker, and the lane, the connection they go over. The thread
-alone touches both; it opens a lane for the first read and replaces it when it broke. The worker
-stays, since ucxx never frees one in which a transfer was broken off half way. Invariants: every
-accepted job is queued, posted or ended exactly once; a posted job ends only when the lane said
-that its pages are complete, or was aborted and settled; a job that was posted on a lane which
-others broke is asked for again on the next. Called by ucx.py.
+Owns the reads of one peer, a UCX worker, and the lane, the connection they go over. Who holds
+`_drive` touches worker and lane, nobody else. That is the peer's thread, which opens a lane for the
+first read, replaces it when it broke and sees to deadlines; but where nobody drives, read() asks
+the peer itself, and who takes the only read under way moves its bytes itself. That saves two
+changes of thread. The thread sleeps meanwhile, on the worker's events unless a taker drives, so
+that a read goes on though nobody takes it. The worker stays when a lane goes, since ucxx never
+frees one in which a transfer was broken off half way.
+
+Invariants: every accepted job is queued, posted or ended exactly once; a posted job ends only when
+the lane said that its pages are complete, or was aborted and settled; a job that was posted on a
+lane which others broke is asked for again on the next; while something is posted or queued and
+nobody drives, the thread has been woken or watches the worker, and it wakes before each deadline;
+a taker drives for no longer than it may wait, and no longer than its read is the only one; lanes
+are opened and dropped by the thread alone. Called by ucx.py.
 
     job state   who writes to its views   leaves by
     QUEUED      nobody                    posted -> POSTED; deadline, close, no lane -> ENDED
-    POSTED      UCX, in our thread        collected -> ENDED; lane aborted and settled: deadline
+    POSTED      UCX, in who drives        collected -> ENDED; lane aborted and settled: deadline
                                           passed or second lane broken -> ENDED, else -> QUEUED
     ENDED       the caller, again         final
 """
@@ -22,14 +30,15 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.plane import PlanePeer, PlanePeerStats
-from tierkv.storage.transport.ucx_lane import Lane, Transfer
+from tierkv.storage.transport.ucx_lane import Lane
 from tierkv.storage.transport.ucx_library import UcxWorker, Waker
+from tierkv.storage.transport.ucx_reads import Job, UcxRead
 from tierkv.storage.transport.ucx_wire import NO_LANE, Offer
 
 POSTED_MAX = 4
@@ -38,6 +47,9 @@ LANES_MAX = 2
 """Lanes that may break under a read before it is given up."""
 BUSY_WAIT_S = 0.1
 """UCX may miss a wake-up; while something is under way it is asked so often all the same."""
+LOOK_FOR_S = 2.0
+"""After a read the thread goes on looking every BUSY_WAIT_S, so that the next one need not wake
+it."""
 SETTLE_WAIT_S = 0.01
 IDLE_WAIT_S = 5.0
 STOP_S = 5.0
@@ -63,26 +75,7 @@ _left: list[object] = []
 """Lanes and workers that may not be freed."""
 
 
-class _Job:
-    """One read."""
-
-    __slots__ = ("attempts", "deadline", "generation", "ranges", "read", "transfer", "views")
-
-    def __init__(
-        self,
-        read: PeerRead,
-        generation: int,
-        ranges: Sequence[PageRange],
-        views: list[memoryview],
-        deadline: float,
-    ) -> None:
-        self.read = read
-        self.generation = generation
-        self.ranges = ranges
-        self.views = views
-        self.deadline = deadline
-        self.transfer: Transfer | None = None
-        self.attempts = 0
+_Result = TypeVar("_Result")
 
 
 class UcxPeer(PlanePeer):
@@ -109,10 +102,21 @@ class UcxPeer(PlanePeer):
         self._reader = reader
         self._limits = limits
         self._clock = clock
+        self._drive = threading.Lock()
+        """Who holds it touches worker and lane. Taken before `_changed`, never after."""
         self._waker = Waker()
+        """Ends the thread's sleep."""
+        self._call_off = Waker()
+        """Ends a taker's."""
+        self._takers: set[int] = set()
+        """Threads that drive, or tell of a read that they have driven."""
+        self._fault: str | None = None
+        """What broke the lane. The thread deals with it."""
+        self._wakes_at = math.inf
+        """When the thread's sleep ends by itself."""
         self._changed = threading.Condition()
-        self._queue: deque[_Job] = deque()
-        self._posted: list[_Job] = []
+        self._queue: deque[Job] = deque()
+        self._posted: list[Job] = []
         self._lane: Lane | None = None
         self._lane_ready = False
         self._replaced = NO_LANE
@@ -163,8 +167,8 @@ class UcxPeer(PlanePeer):
         into: Sequence[memoryview],
         timeout_s: float,
     ) -> PeerRead:
-        read = PeerRead(len(ranges))
-        job = _Job(
+        read = UcxRead(len(ranges), self._assist)
+        job = Job(
             read,
             generation,
             list(ranges),
@@ -180,11 +184,114 @@ class UcxPeer(PlanePeer):
             else:
                 self._outcomes[outcome] += len(ranges)
         if outcome is None:
-            self._waker.wake()
+            self._begin(job)
+        elif refusal is None:
+            read.settle(0, [outcome] * len(ranges))
         else:
-            text = None if refusal is None else f"read from peer {self.peer_name}: {refusal}"
-            read.settle(0, [outcome] * len(ranges), text)
+            read.refuse(f"read from peer {self.peer_name}: {refusal}")
         return read
+
+    def _begin(self, job: Job) -> None:
+        """Ask for a job at once if nobody drives, else have the thread do it."""
+        begun = None
+        if self._drive.acquire(blocking=False):
+            try:
+                begun = self._guard(lambda: self._begin_first(job))
+            finally:
+                self._drive.release()
+        if not begun:
+            self._waker.wake()
+            self._call_off.wake()
+
+    def _begin_first(self, job: Job) -> bool:
+        """Ask for a job that waits for no other. False when the thread is to be woken."""
+        lane, now = self._lane, self._clock.monotonic()
+        with self._changed:
+            usable = self._lane_ready and self._fault is None and not self._closing
+            first = len(self._queue) == 1 and self._queue[0] is job
+            asleep = self._wakes_at > min(now + BUSY_WAIT_S, job.deadline)
+            full = len(self._posted) >= POSTED_MAX
+        if lane is None or not usable or not first or full:
+            return False
+        self._post(lane, now)
+        self._waker.watch(lane.worker)
+        return lane.worker.arm() and not asleep
+
+    def _assist(self, read: UcxRead, timeout_s: float) -> float:
+        """Move the bytes of `read` in the thread that waits for it, if it is the only one under
+        way; returns what is left of its time."""
+        me, until = threading.get_ident(), self._clock.monotonic() + timeout_s
+        # Who takes in a callback, and so holds up what is to be told, leaves it to the thread.
+        if timeout_s <= 0 or me in self._takers or not self._drive.acquire(blocking=False):
+            return timeout_s
+        job, outcomes = None, None
+        try:
+            job = self._only_job(read, me)
+            if job is not None:
+                self._waker.watch(None)
+                outcomes = self._guard(lambda: self._drive_job(job, until))
+        finally:
+            self._drive.release()
+            if job is not None and (outcomes is None or self._posted or self._queue):
+                self._waker.wake()
+        if job is not None:
+            try:
+                if outcomes is not None:
+                    self._tell(job, outcomes, None)
+            finally:
+                with self._changed:
+                    self._takers.discard(me)
+                    self._changed.notify_all()
+        return until - self._clock.monotonic()
+
+    def _only_job(self, read: UcxRead, taker: int) -> Job | None:
+        """The job of a read, posted and alone, with its taker noted. Driving."""
+        with self._changed:
+            if self._fault is not None or self._closing or self._queue or len(self._posted) != 1:
+                return None
+            job = self._posted[0]
+            if job.read is not read:
+                return None
+            self._takers.add(taker)
+            return job
+
+    def _drive_job(self, job: Job, until: float) -> list[PageOutcome] | None:
+        """Move bytes until a job has ended; None when it has not, and the thread is to go on."""
+        lane, until = self._lane, min(until, job.deadline)
+        assert lane is not None and job.transfer is not None, "it is posted"
+        while True:
+            moved = lane.worker.progress()
+            outcomes = lane.collect(job.transfer)
+            if outcomes is not None:
+                self._take_out(job, outcomes)
+                return outcomes
+            if not lane.alive:
+                raise TierIOError("connection lost")
+            left_s = until - self._clock.monotonic()
+            if self._queue or self._closing or left_s <= 0:
+                return None
+            if not moved and lane.worker.arm():
+                self._call_off.wait(min(BUSY_WAIT_S, left_s))
+
+    def _guard(self, step: Callable[[], _Result]) -> _Result | None:
+        """Run a step of whoever drives; what it raises breaks the lane. None then."""
+        fault: str | None = "the thread that moved its bytes was interrupted"
+        try:
+            result = step()
+            fault = None
+            return result
+        except TierIOError as error:
+            fault = str(error)
+        except Exception as error:  # noqa: BLE001
+            # A bug in one read must not end the thread that all later ones need (lesson H2).
+            fault = f"{type(error).__name__}: {error}"
+            log.error("peer=%s %s", self.peer_name, traceback.format_exc())
+            with self._changed:
+                self._restarts += 1
+        finally:
+            if fault is not None:
+                self._fault = fault
+        return None
 
     def _answer_locked(
         self, generation: int, ranges: Sequence[PageRange]
@@ -240,55 +347,79 @@ class UcxPeer(PlanePeer):
         with self._changed:
             self._closing = True
         self._waker.wake()
-        if self._thread is not threading.current_thread():
-            self._thread.join(STOP_S + self._limits.io_s)
-            if self._thread.is_alive():
-                log.error("peer=%s thread=%s did not end", self.peer_name, self._thread.name)
+        self._call_off.wake()
+        if self._thread is threading.current_thread():
+            return
+        self._thread.join(STOP_S + self._limits.io_s)
+        if self._thread.is_alive():
+            log.error("peer=%s thread=%s did not end", self.peer_name, self._thread.name)
+        me = {threading.get_ident()}
+        with self._changed:
+            # They tell of reads that have ended.
+            self._changed.wait_for(lambda: self._takers <= me, STOP_S)
 
     # By the thread
 
     def _run(self) -> None:
         while not self._closing:
+            # A taker leaves when it is called off, at the latest at its deadline.
+            if not self._drive.acquire(timeout=BUSY_WAIT_S):
+                continue
+            ended: list[tuple[Job, list[PageOutcome]]] = []
             try:
-                self._turn()
-            except TierIOError as error:
-                self._break_lane(str(error))
-            except Exception as error:  # noqa: BLE001
-                # A bug in one read must not end the thread that all later ones need (lesson H2).
-                log.error("peer=%s %s", self.peer_name, traceback.format_exc())
-                with self._changed:
-                    self._restarts += 1
-                self._break_lane(f"{type(error).__name__}: {error}")
-        self._drop_lane()
-        with self._changed:
-            left = [*self._posted, *self._queue]
-        for job in left:
-            self._end(job, None, "it was closed")
-        self._drop_worker()
+                rest = self._guard(lambda: self._turn(ended))
+                pause_s = self._pause_s() if rest else 0.0
+            finally:
+                self._drive.release()
+            for job, outcomes in ended:
+                # With the drive free: who is told may read again at once.
+                self._tell(job, outcomes, None)
+            if rest:
+                self._waker.wait(pause_s)
+        if not self._drive.acquire(timeout=STOP_S + self._limits.io_s):
+            log.error("peer=%s its bytes are being moved for ever", self.peer_name)
+            return
+        try:
+            self._guard(self._drop_lane)
+            with self._changed:
+                left = [*self._posted, *self._queue]
+            for job in left:
+                self._end(job, None, "it was closed")
+            self._drop_worker()
+        finally:
+            self._drive.release()
         self._waker.close()
+        self._call_off.close()
 
-    def _turn(self) -> None:
-        """One round: begin what can begin, move bytes, end what is complete, else sleep."""
+    def _turn(self, ended: list[tuple[Job, list[PageOutcome]]]) -> bool:
+        """One round: begin what can begin, move bytes, take out what is complete, to be told of.
+        True: then sleep."""
         now = self._clock.monotonic()
+        fault, self._fault = self._fault, None
+        if fault is not None:
+            self._break_lane(fault)
         if self._due <= now:
             self._expire(now)
         lane = self._lane
         if lane is None and (self._queue or self._wanted):
             lane = self._open_lane(now)
         if lane is None:
-            self._waker.wait(None, IDLE_WAIT_S)
-            return
+            self._waker.watch(None)
+            return True
         self._advance(lane, now)
         moved = lane.worker.progress()
         for job in list(self._posted):
             assert job.transfer is not None
             outcomes = lane.collect(job.transfer)
             if outcomes is not None:
-                self._end(job, outcomes, None)
+                self._take_out(job, outcomes)
+                ended.append((job, outcomes))
         if not lane.alive:
             raise TierIOError("connection lost")
-        if not moved:
-            self._rest(lane, now)
+        if ended and not self._posted and not self._queue:
+            # What is left to do has time until the next look; a reader would find us driving.
+            return True
+        return not moved and self._may_rest(lane, now)
 
     def _advance(self, lane: Lane, now: float) -> None:
         """Ask for what is queued, once the lane was greeted."""
@@ -303,19 +434,28 @@ class UcxPeer(PlanePeer):
         elif self._lane_due <= now:
             raise TierIOError(f"no answer to the greeting in {self._limits.handshake_s:g} s")
 
-    def _rest(self, lane: Lane, now: float) -> None:
-        """Sleep until there is something to do."""
+    def _may_rest(self, lane: Lane, now: float) -> bool:
+        """Whether the worker has nothing to do; it will end the thread's sleep when it has."""
         lane.worker.take_messages()
-        if self._posted or not self._lane_ready:
-            pause_s = min(BUSY_WAIT_S, self._due - now)
-        elif now - self._lane_used > self._limits.idle_s / 2:
+        busy = self._posted or not self._lane_ready
+        if not busy and now - self._lane_used > self._limits.idle_s / 2:
             # Before the peer does.
             self._drop_lane()
             self._drop_worker()
-            return
-        else:
-            pause_s = IDLE_WAIT_S
-        self._waker.wait(lane.worker, pause_s)
+            return True
+        self._waker.watch(lane.worker)
+        return lane.worker.arm()
+
+    def _pause_s(self) -> float:
+        """How long the thread may sleep."""
+        now = self._clock.monotonic()
+        with self._changed:
+            busy = self._lane is not None and (
+                bool(self._posted) or not self._lane_ready or now - self._lane_used < LOOK_FOR_S
+            )
+            pause_s = BUSY_WAIT_S if busy else IDLE_WAIT_S
+            self._wakes_at = min(now + pause_s, self._due)
+            return self._wakes_at - now
 
     def _open_lane(self, now: float) -> Lane:
         self._wanted = False
@@ -327,6 +467,7 @@ class UcxPeer(PlanePeer):
             self._worker, self._replaced = self._workers.take()
             # It may have been another peer's before.
             self._spoilt = self._replaced != NO_LANE
+            self._call_off.watch(self._worker)
         self._lane = self._opener(self._worker, offer, self._replaced)
         return self._lane
 
@@ -383,7 +524,7 @@ class UcxPeer(PlanePeer):
             elif job.transfer is not None:
                 self._requeue(job)
 
-    def _requeue(self, job: _Job) -> None:
+    def _requeue(self, job: Job) -> None:
         with self._changed:
             self._posted.remove(job)
             job.transfer = None
@@ -396,28 +537,45 @@ class UcxPeer(PlanePeer):
             return
         self._replaced = lane.lane
         self._spoilt = self._spoilt or not lane.settled
-        lane.abort()
         late = self._clock.monotonic() + self._limits.io_s
-        while not lane.settled and self._clock.monotonic() < late:
-            if not lane.worker.progress():
-                self._waker.wait(lane.worker, SETTLE_WAIT_S)
-        if not lane.settled:
-            # The endpoint is closed, and bytes move only inside progress() of this worker, which
-            # nobody calls any more: so nothing that was posted is written to either. It is not
-            # freed, since that would be one more progress().
-            log.error("peer=%s lane=aborted but not settled, worker left", self.peer_name)
-            _left.append((lane, self._worker))
-            self._worker = None
+        try:
+            lane.abort()
+            self._waker.watch(lane.worker)
+            while not lane.settled and self._clock.monotonic() < late:
+                if not lane.worker.progress() and lane.worker.arm():
+                    self._waker.wait(SETTLE_WAIT_S)
+        finally:
+            if not lane.settled:
+                # The endpoint is closed, and bytes move only inside progress() of this worker,
+                # which nobody calls any more: so nothing that was posted is written to either. It
+                # is not freed, since that would be one more progress().
+                log.error("peer=%s lane=aborted but not settled, worker left", self.peer_name)
+                _left.append((lane, self._worker))
+                self._forget_worker()
+
+    def _forget_worker(self) -> None:
+        self._worker = None
+        self._waker.watch(None)
+        self._call_off.watch(None)
 
     def _drop_worker(self) -> None:
-        if self._worker is not None:
-            self._workers.give(self._worker, self._replaced, spoilt=self._spoilt)
-        self._worker = None
+        worker = self._worker
+        self._forget_worker()
+        if worker is not None:
+            self._workers.give(worker, self._replaced, spoilt=self._spoilt)
 
-    def _end(self, job: _Job, outcomes: list[PageOutcome] | None, error: str | None) -> None:
+    def _end(self, job: Job, outcomes: list[PageOutcome] | None, error: str | None) -> None:
         """Give the views back and tell the reader."""
         if outcomes is None:
             outcomes = [PageOutcome.FAILED] * len(job.ranges)
+        self._take_out(job, outcomes)
+        self._tell(job, outcomes, error)
+
+    def _take_out(self, job: Job, outcomes: list[PageOutcome]) -> None:
+        """A job has ended: nothing is written to its views any more."""
+        got = 0
+        for outcome, (_, length) in zip(outcomes, job.ranges, strict=True):
+            got += length if outcome is PageOutcome.OK else 0
         with self._changed:
             if job.transfer is None:
                 self._queue.remove(job)
@@ -425,9 +583,11 @@ class UcxPeer(PlanePeer):
                 self._posted.remove(job)
             job.views, job.transfer = [], None
             self._open -= 1
-            for outcome, (_, length) in zip(outcomes, job.ranges, strict=True):
-                self._outcomes[outcome] += 1
-                self._bytes += length if outcome is PageOutcome.OK else 0
+            self._bytes += got
+            for outcome in self._outcomes:
+                self._outcomes[outcome] += outcomes.count(outcome)
+
+    def _tell(self, job: Job, outcomes: list[PageOutcome], error: str | None) -> None:
         failed = PageOutcome.FAILED in outcomes
         text = error or ("the peer did not send all pages" if failed else None)
         job.read.settle(
