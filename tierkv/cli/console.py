@@ -32,12 +32,20 @@ def write_line(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_table(table: Table) -> None:
-    """Print a table on standard output; into a pipe or file as wide as it likes to be."""
-    console = Console()
+def output_console() -> Console:
+    """Standard output for tables; into a pipe or file as wide as they like to be.
+
+    Text is shown as it is: an address like [fd00::2] is no style.
+    """
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_COLUMNS
-    console.print(table)
+    return console
+
+
+def write_table(table: Table) -> None:
+    """Print a table on standard output."""
+    output_console().print(table)
 
 
 def write_note(text: str) -> None:

@@ -1,4 +1,7 @@
-"""`tierkv pool status`: the pool as one of its members sees it."""
+"""`tierkv pool status`: the pool as one of its members sees it, or the Mooncake Store it uses.
+
+No state. Tables fit a terminal of 80 columns as long as names do. Called by the command line.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 OFF = "off"
+POOL = "pool"
+MOONCAKE = "mooncake"
+_CALLED = {POOL: "the pool", MOONCAKE: "Mooncake"}
+_NOBODY = {
+    POOL: "no member had room, or this node is missing in their list of members",
+    MOONCAKE: "the store had no room, or did not answer",
+}
 
 
 def status(
@@ -24,40 +34,37 @@ def status(
 ) -> int:
     """Show members, epochs, copies, bandwidth and transports. Exits 1 when the pool is off."""
     found = read(endpoint(config, socket)).status
-    pool = pool_of(found)
+    remote = remote_of(found)
+    kind = POOL if isinstance(found.get(POOL), Mapping) else MOONCAKE
     if as_json:
-        write_json(dict(pool))
-    elif pool.get("state") == OFF:
-        write_line(f"the pool is off: {pool.get('why')}")
+        write_json(dict(remote))
+    elif remote.get("state") == OFF:
+        write_line(f"{_CALLED[kind]} is off: {remote.get('why')}")
+    elif kind == MOONCAKE:
+        write_line(f"Mooncake Store at {remote.get('master', '?')}, {remote.get('protocol', '?')}")
     else:
-        write_table(own_table(pool))
-        write_table(member_table(pool))
-        for line in notes(pool):
+        write_table(own_table(remote))
+        for table in member_tables(remote):
+            write_table(table)
+    if not as_json and remote.get("state") != OFF:
+        for line in (*notes(remote), *copy_notes(found, _NOBODY[kind])):
             write_line(line)
-    return 1 if pool.get("state") == OFF else 0
+    return 1 if remote.get("state") == OFF else 0
 
 
-def pool_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The pool's part of a status. Raises ConfigError when that daemon has none."""
-    pool = found.get("pool")
-    if not isinstance(pool, Mapping):
-        other = " (its remote tier is a Mooncake Store)" if found.get("mooncake") else ""
-        raise ConfigError(f"pool status: this daemon is in no pool{other}; set pool.listen")
-    return pool
+def remote_of(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The remote tier's part of a status. Raises ConfigError when that daemon has none."""
+    for kind in (POOL, MOONCAKE):
+        if isinstance(remote := found.get(kind), Mapping):
+            return remote
+    raise ConfigError("pool status: this daemon is in no pool; set pool.listen")
 
 
 def own_table(pool: Mapping[str, Any]) -> Table:
     """This member, and what holds for the whole pool."""
     table = new_table(
         f"member {pool.get('name', '?')} at {pool.get('address', '?')}",
-        "epoch",
-        "state",
-        "membership",
-        "replicas",
-        "host share",
-        "nvme share",
-        "leases held",
-        "pages leased",
+        *("epoch", "state", "members", "replicas", "host\nshare", "nvme\nshare", "leased"),
     )
     settings = _map(pool, "settings")
     table.add_row(
@@ -67,39 +74,46 @@ def own_table(pool: Mapping[str, Any]) -> Table:
         f"{settings.get('replicas', '-')} (hot {settings.get('hot_replicas', '-')})",
         _percent(settings.get("host_share")),
         _percent(settings.get("nvme_share")),
-        f"{_map(pool, 'leases').get('held', 0):,}",
-        f"{_map(pool, 'leases').get('pages', 0):,}",
+        f"{_map(pool, 'leases').get('pages', 0):,} pages",
     )
     return table
 
 
-def member_table(pool: Mapping[str, Any]) -> Table:
-    """The other members, one a row."""
+def member_tables(pool: Mapping[str, Any]) -> tuple[Table, Table]:
+    """The other members, one a row: who they are, and what has passed between them and this one."""
     members = members_of(pool)
-    table = new_table(
-        f"{len(members)} other members, {sum(bool(each.get('live')) for each in members)} live",
-        *("member", "address", "epoch", "state", "transport", "knows of"),
-        *("in", "out", "reads", "latency", "breaker"),
+    several = "member" if len(members) == 1 else "members"
+    live = sum(bool(each.get("live")) for each in members)
+    who = new_table(
+        f"{len(members)} other {several}, {live} live",
+        *("member", "address", "epoch", "state", "transport"),
     )
-    for column in table.columns[:5]:
+    for column in who.columns:
         column.justify = "left"
+        column.overflow = "fold"
+    traffic = new_table(
+        "pages", "member", "it has", "read from it", "sent to it", "reads", "latency", "breaker"
+    )
     for each in members:
-        reads = each.get("read_bytes_per_s")
-        latency = each.get("read_latency_s")
-        table.add_row(
+        who.add_row(
             str(each.get("name") or "-"),
             str(each.get("address", "-")),
             str(each.get("epoch") or "-"),
             state_of(each),
             str(each.get("transport") or "-"),
-            f"{each.get('known_pages', 0):,} pages",
+        )
+        reads = each.get("read_bytes_per_s")
+        latency = each.get("read_latency_s")
+        traffic.add_row(
+            str(each.get("name") or each.get("address", "-")),
+            f"{each.get('known_pages', 0):,}",
             format_size(each.get("bytes_in", 0)),
             format_size(each.get("bytes_out", 0)),
             "-" if not reads else f"{format_size(int(reads))}/s",
             "-" if not latency else f"{latency * 1e3:.1f} ms",
             str(each.get("breaker", "-")),
         )
-    return table
+    return who, traffic
 
 
 def members_of(pool: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -120,6 +134,13 @@ def notes(pool: Mapping[str, Any]) -> Iterator[str]:
     """What somebody should know, one line each."""
     if pool.get("problem"):
         yield f"members: {pool['problem']}"
+    if pool.get("degraded"):
+        yield str(pool["degraded"])
+    if (fences := pool.get("fences", 0)) > 1:
+        yield (
+            f"this name was met {fences} times with a later epoch: when that goes on, two nodes "
+            f"are called {pool.get('name')}"
+        )
     for size, text in _map(pool, "page_faults").items():
         yield f"pages of {size} bytes are not in the pool: {text}"
     for name, text in _map(pool, "declined").items():
@@ -130,6 +151,17 @@ def notes(pool: Mapping[str, Any]) -> Iterator[str]:
             yield f"{who}: {member['problem']}"
         for name, text in _map(member, "declined").items():
             yield f"{who}: {name} is not taken: {text}"
+
+
+def copy_notes(found: Mapping[str, Any], why: str) -> Iterator[str]:
+    """Copies that were wanted and not made, one line a page size."""
+    for each in found.get("classes", ()):
+        remote = _map(each, "remote")
+        if failed := remote.get("push_failed", 0) + remote.get("push_dropped", 0):
+            yield (
+                f"{failed:,} copies of pages of {each.get('page_bytes')} bytes were not made since "
+                f"the start: {why}"
+            )
 
 
 def _percent(share: object) -> str:

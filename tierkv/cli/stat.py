@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tierkv.cli import options as shared
 from tierkv.cli.console import new_table, write_json, write_table
+from tierkv.cli.daemon_settings import ConfigOption
+from tierkv.cli.operator import endpoint
 from tierkv.config import format_size
 from tierkv.storage.base import RemoteStats, StoreStats, TierStats
 from tierkv.storage.errors import ConfigError, TierIOError
@@ -66,14 +68,17 @@ def stat(
     nvme_dir: Annotated[
         Path | None, typer.Option("--nvme-dir", help="Page folder of a stopped engine.")
     ] = None,
+    config: ConfigOption = None,
     as_json: shared.JsonOption = False,
 ) -> int:
     """Show pages, bytes, hits and state of every tier."""
     sources = (url is not None, socket is not None, host_arena is not None or nvme_dir is not None)
-    if sum(sources) != 1:
+    if config is not None and not any(sources):
+        socket = endpoint(config, None).socket
+    elif sum(sources) != 1:
         raise ConfigError(
-            "stat: expected either --url of a running engine, --socket of a running daemon, or "
-            "--host-arena or --nvme-dir of a stopped one"
+            "stat: expected either --url of a running engine, --socket or --config of a running "
+            "daemon, or --host-arena or --nvme-dir of a stopped one"
         )
     if url is not None:
         _stat_running(url, api_key, as_json)

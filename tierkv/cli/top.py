@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from tierkv.cli import options as shared
-from tierkv.cli.console import PIPE_COLUMNS, new_table, write_json
+from tierkv.cli.console import new_table, output_console, write_json
 from tierkv.cli.daemon_settings import ConfigOption
 from tierkv.cli.operator import (
     STATUS_PATH,
@@ -63,12 +63,10 @@ def top(
         raise ConfigError(f"--interval: expected at least {INTERVAL_S_MIN:g} s, got {interval}")
     where = endpoint(config, socket)
     first = read(where)
-    console = Console()
+    console = output_console()
     if as_json:
         write_json(dict(first.status))
     elif once or not console.is_terminal:
-        if not console.is_terminal:
-            console.width = PIPE_COLUMNS
         console.print(screen(None, first))
     else:
         _watch(where, first, interval_s, console)

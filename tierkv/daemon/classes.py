@@ -143,7 +143,7 @@ class PageClasses:
         if len(self._shares) >= config.classes_max:
             raise CapacityError(
                 f"open page size {page_bytes}: {config.classes_max} page sizes are served "
-                "already; raise classes_max"
+                "already; raise limits.classes"
             )
         host_used = sum(host for host, _ in self._shares.values())
         nvme_used = sum(nvme for _, nvme in self._shares.values())
@@ -157,14 +157,14 @@ class PageClasses:
         wanted = whole if share is None else share
         if used and share is None:
             raise CapacityError(
-                f"open page size {page_bytes}: all {whole} bytes of {tier}_bytes serve "
-                f"{self._sizes()}; set {tier}_class_bytes to share them (at most {whole // 2})"
+                f"open page size {page_bytes}: all {whole} bytes of {tier}.size serve "
+                f"{self._sizes()}; set {tier}.class_size to share them (at most {whole // 2})"
             )
         if used + wanted > whole:
             raise CapacityError(
-                f"open page size {page_bytes}: {tier}_class_bytes is {wanted}, but only "
-                f"{whole - used} of {tier}_bytes ({whole}) are left beside {self._sizes()}; "
-                f"raise {tier}_bytes to at least {used + wanted}"
+                f"open page size {page_bytes}: {tier}.class_size is {wanted}, but only "
+                f"{whole - used} of {tier}.size ({whole}) are left beside {self._sizes()}; "
+                f"raise {tier}.size to at least {used + wanted}"
             )
         return wanted
 

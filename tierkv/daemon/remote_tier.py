@@ -23,7 +23,7 @@ from tierkv.daemon.page_class import PageClass
 from tierkv.daemon.settings import DaemonConfig
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import ConfigError, TierKVError
-from tierkv.storage.pool.config import PoolConfig
+from tierkv.storage.pool.config import KEY_BYTES_MIN, PoolConfig
 from tierkv.storage.remote import Remote
 
 KEY_FILE_BYTES_MAX = 4096
@@ -227,14 +227,36 @@ def pool_settings(pool: PoolConfig, key_file: Path | None) -> PoolConfig:
     if key_file is not None:
         pool = replace(pool, key=read_key(key_file))
     pool.validate()
+    for name in ("tls_certificate", "tls_key", "tls_authority"):
+        if (path := getattr(pool, name)) is not None:
+            _check_pem(name, path)
     return pool
 
 
 def read_key(path: Path) -> bytes:
-    """The shared secret in a file, without the newline at its end.
+    """The shared secret in a file, without newlines at its end.
 
-    Raises ConfigError, one line, when it cannot be read or others than its owner may read it.
+    Raises ConfigError, one line, when it cannot be read, is too short, or others than its owner
+    may read it.
     """
+    data = _read_secret(path)
+    if len(data) > KEY_FILE_BYTES_MAX:
+        raise ConfigError(
+            f"pool: key_file {path} is longer than {KEY_FILE_BYTES_MAX} bytes; is it the secret?"
+        )
+    # However many an editor adds: two files that look equal are equal.
+    key = data.rstrip(b"\r\n")
+    if len(key) < KEY_BYTES_MIN or not key.strip():
+        found = f"has {len(key)} bytes" if key.strip() else "is empty"
+        raise ConfigError(
+            f"pool: key_file {path} {found}, expected at least {KEY_BYTES_MIN} bytes; "
+            "make one with openssl rand -hex 32, the same for every member"
+        )
+    return key
+
+
+def _read_secret(path: Path) -> bytes:
+    """Up to KEY_FILE_BYTES_MAX + 1 bytes of a file that is its owner's alone. ConfigError."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -246,15 +268,27 @@ def read_key(path: Path) -> bytes:
                     f"pool: key_file {path} has mode {found.st_mode & 0o777:04o}: others may read "
                     "the secret; run chmod 600"
                 )
-            data = os.read(fd, KEY_FILE_BYTES_MAX + 1)
+            return os.read(fd, KEY_FILE_BYTES_MAX + 1)
         finally:
             os.close(fd)
     except OSError as error:
         raise ConfigError(
             f"pool: read key_file {path}: {error.strerror}; name a file with the shared secret"
         ) from error
-    if len(data) > KEY_FILE_BYTES_MAX:
+
+
+def _check_pem(name: str, path: Path) -> None:
+    """ConfigError when this file of the TLS settings cannot be read, or everybody can read the
+    key. What is in it is found out when it is used."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+    except OSError as error:
         raise ConfigError(
-            f"pool: key_file {path} is longer than {KEY_FILE_BYTES_MAX} bytes; is it the secret?"
+            f"pool: read {name} {path}: {error.strerror}; name a PEM file, readable by the daemon"
+        ) from error
+    if name == "tls_key" and mode & 0o007:
+        raise ConfigError(
+            f"pool: tls_key {path} has mode {mode & 0o777:04o}: everybody may read it; "
+            "run chmod 600"
         )
-    return data.removesuffix(b"\n").removesuffix(b"\r")

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from tierkv.daemon.page_class import StoreOpener
 from tierkv.daemon.server import Daemon
@@ -36,7 +39,10 @@ def run_daemon(
     logging.getLogger("tierkv").setLevel(config.log_level.upper())
     _raise_file_limit(config.clients_max)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, open_store, on_ready))
+        code = runner.run(_serve(config, open_store, on_ready))
+    if config.mooncake is not None:
+        _end_at_once(code)
+    return code
 
 
 async def _serve(
@@ -53,6 +59,18 @@ async def _serve(
     await stopping.wait()
     await daemon.stop()
     return 0
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process without its libraries' own ends.
+
+    A Mooncake library whose master is away has threads that wait for it still; when they are
+    destroyed with the process it aborts, which looks like a crash though all is closed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -7,24 +7,28 @@ import re
 import shlex
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
 import typer.main
 
+from tests.support.daemon_process import shared_folder
 from tests.unit.test_config_loading import FakeMachine
+from tierkv.cli.daemon_settings import daemon_config
 from tierkv.cli.main import app
 from tierkv.config import schema
 from tierkv.config.loading import load
 from tierkv.config.sources import variable_of
 from tierkv.daemon import metrics, pool_metrics
+from tierkv.storage.transport import ucx_environment
 
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = [ROOT / f"docs/guides/{name}.md" for name in ("sidecar", "operations", "pool")]
 PACKAGING = ROOT / "packaging"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OTHERS = {"install", "systemctl", "systemd-sysusers", "curl"}
+OTHERS = {"install", "systemctl", "systemd-sysusers", "curl", "openssl"}
 
 
 def blocks(guide: Path, kind: str) -> list[str]:
@@ -102,6 +106,14 @@ def test_keys_variables_and_metrics_of_the_guides_exist(guide: Path) -> None:
         assert any(f'"{each}"' in source for each in known_names), name
 
 
+@pytest.mark.parametrize("text", [text for guide in GUIDES for text in blocks(guide, "python")])
+def test_python_of_the_guides_runs(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    # Without a daemon a store misses everything: what is called is called as it is made.
+    with shared_folder() as folder:
+        exec(text.replace("/run/tierkv", str(folder)), {})
+    assert capsys.readouterr().err == ""
+
+
 def test_links_lead_somewhere() -> None:
     for guide in GUIDES:
         for target in re.findall(r"\]\(([^)#:]+)\)", guide.read_text()):
@@ -115,6 +127,43 @@ def test_the_example_is_a_configuration() -> None:
     result = load(PACKAGING / "tierkv.yaml", {}, {}, FakeMachine())
     assert result.mistakes == ()
     assert result.settings().daemon.socket == Path("/run/tierkv/tierkv.sock")
+
+
+def test_the_examples_pool_is_one(tmp_path: Path) -> None:
+    text = (PACKAGING / "tierkv.yaml").read_text()
+    assert load(PACKAGING / "tierkv.yaml", {}, {}, FakeMachine()).settings().pool.listen is None
+    section = re.search(r"^#pool:\n(?:#  .*\n)+", text, re.MULTILINE)
+    assert section is not None
+    file = tmp_path / "tierkv.yaml"
+    file.write_text(text.replace(section[0], re.sub("^#", "", section[0], flags=re.MULTILINE)))
+    result = load(file, {}, {}, FakeMachine())
+    assert result.mistakes == ()
+    config = daemon_config(result.settings())
+    assert config.pool is not None and config.pool_key_file is not None
+    replace(config.pool, key=bytes(16)).validate()
+
+
+def test_variables_of_ucx_are_those_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_NET_DEVICES", "UCX_TLS", "UCX_MODULES", "NIXL_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(ucx_environment, "rdma_devices", list)
+    chosen = ucx_environment.prepare_ucx("127.0.0.2")
+    text = (ROOT / "docs/guides/pool.md").read_text()
+    table = dict(re.findall(r"^\| `((?:UCX|NIXL)_[A-Z_]+)` \| (.*) \|$", text, re.MULTILINE))
+    assert table.keys() == chosen.keys()
+    for name in ("UCX_TLS", "UCX_MODULES", "NIXL_LOG_LEVEL"):
+        assert f"`{chosen[name]}`" in table[name]
+    for name in chosen:
+        monkeypatch.delenv(name)
+
+
+def test_packages_without_cuda_are_those_of_make_peers() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    text = (ROOT / "docs/guides/pool.md").read_text()
+    commands = re.findall(r"pip install --no-deps ([^`]+)`", text)
+    assert len(commands) == 2
+    for package in shlex.split(" ".join(commands)):
+        assert re.search(rf"(?<![\w-]){re.escape(package)}(?![\w-])", makefile), package
 
 
 def test_the_unit_starts_what_there_is() -> None:
@@ -131,6 +180,9 @@ def test_the_unit_starts_what_there_is() -> None:
     assert int(service["TimeoutStopSec"]) > settings.daemon.stop, "killed before it has flushed"
     assert settings.nvme.directory == Path("/var/cache") / service["CacheDirectory"]
     assert settings.daemon.socket.parent == Path("/run") / service["RuntimeDirectory"]
+    # UCX opens netlink sockets; an address to listen on has to be there at the start.
+    assert "AF_NETLINK" in service["RestrictAddressFamilies"].split()
+    assert "network-online.target" in unit["Unit"]["After"].split()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")

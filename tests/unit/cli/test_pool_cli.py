@@ -119,9 +119,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return script
 
 
+def rows_of(out: str, name: str) -> list[list[str]]:
+    return [line.split() for line in out.splitlines() if line.strip().startswith(name)]
+
+
 def row_of(out: str, name: str) -> list[str]:
-    (line,) = [line for line in out.splitlines() if line.strip().startswith(name)]
-    return line.split()
+    (row,) = rows_of(out, name)
+    return row
 
 
 def test_members_are_shown(cli: Cli, told: dict[str, Any]) -> None:
@@ -132,14 +136,44 @@ def test_members_are_shown(cli: Cli, told: dict[str, Any]) -> None:
     assert (code, err) == (0, "")
     assert "member node1 at 10.0.0.1:7422" in out and "3 other members, 2 live" in out
     row = " ".join(row_of(out, "41"))
-    assert row == "41 serving static 1 (hot 2) 25% 10% 3 48"
-    two = row_of(out, "node2 ")
-    assert two[:5] == ["node2", "10.0.0.2:7422", "42", "live", "tcp"]
-    assert two[5:7] == ["1,200", "pages"]
+    assert row == "41 serving static 1 (hot 2) 25% 10% 48 pages"
+    two, moved = rows_of(out, "node2 ")
+    assert two == ["node2", "10.0.0.2:7422", "42", "live", "tcp"]
+    assert moved[:6] == ["node2", "1,200", "3.0", "MiB", "1.0", "MiB"]
     assert f"{format_size(2 * 10**9)}/s" in out and "1.5 ms" in out
-    assert row_of(out, "node3 ")[3:5] == ["silent", "-"]
-    assert row_of(out, "node4 ")[3] == "leaving" and row_of(out, "node4 ")[-1] == "open"
+    assert rows_of(out, "node3 ")[0][3:5] == ["silent", "-"]
+    assert rows_of(out, "node4 ")[0][3] == "leaving" and rows_of(out, "node4 ")[1][-1] == "open"
     assert "node3: no answer in 2 s" in out
+
+
+def test_a_narrow_terminal_shows_whole_names(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    long = {"epoch": 1795981389927, "name": "worker-12", "address": "10.120.130.140:7422"}
+    found = pool(member(2, **long, state="connecting", live=False), epoch=1795981389927)
+    console = Console(width=80, markup=False)
+    for table in (pool_module.own_table(found), *pool_module.member_tables(found)):
+        console.print(table)
+    out = capsys.readouterr().out
+    for text in ("1 other member, 0 live", "worker-12", "10.120.130.140:7422", "1795981389927"):
+        assert text in out
+    assert "…" not in out and "connecting" in out and "breaker" in out
+
+
+def test_an_ipv6_address_is_no_style(cli: Cli, told: dict[str, Any]) -> None:
+    told["status"] = daemon(pool(member(2, name=None, address="[fd00::2]:7422")))
+    assert cli("pool", "status")[1].count("[fd00::2]:7422") == 2
+
+
+def test_copies_that_were_not_made_are_told(cli: Cli, told: dict[str, Any]) -> None:
+    told["status"] = daemon(pool(member(2), fences=1))
+    _, out, _ = cli("pool", "status")
+    assert "5 copies of pages of 4096 bytes were not made since the start: no member" in out
+    assert "later epoch" not in out, "a node that came back is nothing to worry about"
+    told["status"] = {**daemon(pool(member(2), fences=7)), "classes": []}
+    _, out, _ = cli("pool", "status")
+    assert "copies of pages" not in out
+    assert "met 7 times with a later epoch: when that goes on, two nodes are called node1" in out
 
 
 def test_why_a_faster_path_is_not_taken(cli: Cli, told: dict[str, Any]) -> None:
@@ -177,11 +211,22 @@ def test_a_pool_that_is_off_exits_1_and_says_why(cli: Cli, told: dict[str, Any])
 def test_without_a_pool(cli: Cli, told: dict[str, Any]) -> None:
     told["status"] = daemon(None)
     refused(cli("pool", "status"), 2, "in no pool", "pool.listen")
-    told["status"] = daemon(None, {"state": "serving"})
-    refused(cli("pool", "status"), 2, "Mooncake")
     refused(cli("pool", "stats"), 2, "stats")
     code, out, _ = cli("pool")
     assert code == 0 and "status" in out
+
+
+def test_a_mooncake_store_is_shown(cli: Cli, told: dict[str, Any]) -> None:
+    store = {"state": "serving", "master": "m:50051", "protocol": "tcp", "degraded": None}
+    told["status"] = {**daemon(None, store), "classes": []}
+    assert cli("pool", "status") == (0, "Mooncake Store at m:50051, tcp\n", "")
+    told["status"] = daemon(None, {**store, "degraded": "store m:50051 is not asked for a while"})
+    _, out, _ = cli("pool", "status")
+    assert out.splitlines()[1] == "store m:50051 is not asked for a while"
+    assert "5 copies" in out.splitlines()[2] and "the store had no room" in out
+    assert json.loads(cli("pool", "status", "--json")[1])["master"] == "m:50051"
+    told["status"] = daemon(None, {"state": "off", "why": "mooncake: master is not reached"})
+    assert cli("pool", "status")[:2] == (1, "Mooncake is off: mooncake: master is not reached\n")
 
 
 def test_top_shows_the_remote_tier(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,16 @@ def test_one_source_is_asked_for(cli: Cli, arguments: tuple[str, ...]) -> None:
     refused(cli("stat", *arguments), 2, "either --url")
 
 
+def test_a_daemon_is_found_by_its_configuration(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "tierkv.yaml"
+    file.write_text(f"daemon:\n  socket: {tmp_path}/d.sock\n")
+    refused(cli("stat", "--config", file), 1, f"connect to {tmp_path}/d.sock", "tierkv serve")
+    # What is named for this call wins.
+    refused(cli("stat", "--config", file, "--nvme-dir", tmp_path / "no"), 2, str(tmp_path / "no"))
+    file.write_text("daemon:\n  sockt: x\n")
+    refused(cli("stat", "--config", file), 2, "did you mean daemon.socket?")
+
+
 # A running engine
 
 

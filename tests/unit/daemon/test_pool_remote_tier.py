@@ -23,7 +23,7 @@ from tierkv.daemon.settings import DaemonConfig
 from tierkv.daemon.status import namespace_rows, status_fields
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import SystemClock
-from tierkv.storage.errors import ConfigError, TierIOError
+from tierkv.storage.errors import CapacityError, ConfigError, TierIOError
 from tierkv.storage.identity import Fingerprint
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.remote import POOL_OWNER
@@ -209,6 +209,23 @@ async def test_a_member_may_open_a_page_size_within_the_budget(
         assert not await ask(PAGE_BYTES)
 
 
+@pytest.mark.parametrize(
+    ("shares", "text"),
+    [
+        ({}, r"bytes of host\.size serve page size \d+; set host\.class_size to share"),
+        ({"host_class_bytes": 1 << 20}, r"host\.class_size is .* left .*; raise host\.size to"),
+    ],
+)
+async def test_a_size_without_room_names_the_users_keys(
+    shares: dict[str, int], text: str, folder: Path
+) -> None:
+    config = replace(settings(folder), host_bytes=3 << 19, **shares)
+    async with daemon_of(config, FakeSource()) as daemon:
+        await daemon.service.classes.open(PAGE_BYTES)
+        with pytest.raises(CapacityError, match=text):
+            await daemon.service.classes.open(2 * PAGE_BYTES)
+
+
 async def test_a_pool_that_cannot_be_opened_costs_one_line(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -300,9 +317,9 @@ def key_file(tmp_path: Path, data: bytes, mode: int = 0o600) -> Path:
 
 
 def test_the_key_is_the_file_without_its_newline(tmp_path: Path) -> None:
-    for data in (KEY, KEY + b"\n", KEY + b"\r\n"):
+    for data in (KEY, KEY + b"\n", KEY + b"\r\n", KEY + b"\n\n"):
         assert read_key(key_file(tmp_path, data)) == KEY
-    assert read_key(key_file(tmp_path, KEY + b"\n\n", 0o400)) == KEY + b"\n"
+    assert read_key(key_file(tmp_path, b"\n " + KEY, 0o400)) == b"\n " + KEY
     found = pool_settings(replace(POOL, key=None), key_file(tmp_path, KEY))
     assert found.key == KEY and KEY.decode() not in repr(found)
 
@@ -319,8 +336,17 @@ def test_bad_keys_are_refused_in_one_line(tmp_path: Path) -> None:
     for path, text in (
         (tmp_path / "missing", "No such file"),
         (tmp_path / "folder", "is no file"),
-        (key_file(tmp_path, b"short\n"), "has 5 bytes, expected at least 16"),
     ):
+        with pytest.raises(ConfigError, match=text) as caught:
+            pool_settings(bare, path)
+        assert "\n" not in str(caught.value)
+    for data, text in (
+        (b"short\n", "has 5 bytes, expected at least 16 bytes; make one with openssl rand"),
+        (b"0123456789abcde\n", "has 15 bytes"),
+        (b"", "is empty"),
+        (b" " * 40 + b"\n", "is empty"),
+    ):
+        path = key_file(tmp_path, data)
         with pytest.raises(ConfigError, match=text) as caught:
             pool_settings(bare, path)
         assert "\n" not in str(caught.value)
@@ -328,6 +354,23 @@ def test_bad_keys_are_refused_in_one_line(tmp_path: Path) -> None:
         pool_settings(bare, key_file(tmp_path, bytes(5000)))
     with pytest.raises(ConfigError, match="no key"):
         pool_settings(bare, None)
+
+
+def test_certificates_are_looked_at_before_the_pool_opens(tmp_path: Path) -> None:
+    names = ("tls_certificate", "tls_key", "tls_authority")
+    files = {name: tmp_path / f"{name}.pem" for name in names}
+    with_tls = replace(POOL, **files)
+    for name, path in files.items():
+        with pytest.raises(ConfigError, match=f"read {name} {path}: No such file.*name a PEM"):
+            pool_settings(with_tls, None)
+        path.write_text("PEM")
+        path.chmod(0o640)
+    assert pool_settings(with_tls, None) == with_tls
+    files["tls_certificate"].chmod(0o644)
+    assert pool_settings(with_tls, None) == with_tls
+    files["tls_key"].chmod(0o644)
+    with pytest.raises(ConfigError, match=r"tls_key .* has mode 0644: .*chmod 600"):
+        pool_settings(with_tls, None)
 
 
 def test_the_digest_tells_no_key() -> None:
