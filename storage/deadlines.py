@@ -31,16 +31,18 @@ class DeadlineWatch:
         self._closing = False
 
     def add(self, deadline: float, action: Callable[[], None]) -> int:
-        """Run `action` at `deadline` (seconds of the clock) unless discarded. O(log n)."""
+        """Run `action` at `deadline` (seconds of the clock) unless discarded. O(log n).
+
+        RuntimeError, and nothing was added, when the system gives no thread for the first entry.
+        """
         with self._changed:
+            if self._thread is None and not self._closing:
+                thread = threading.Thread(target=self._watch, name="tierkv-deadlines", daemon=True)
+                thread.start()
+                self._thread = thread
             token = next(self._tokens)
             self._actions[token] = action
             heapq.heappush(self._heap, (deadline, token))
-            if self._thread is None and not self._closing:
-                self._thread = threading.Thread(
-                    target=self._watch, name="tierkv-deadlines", daemon=True
-                )
-                self._thread.start()
             if self._heap[0][1] == token:
                 self._changed.notify_all()
             return token

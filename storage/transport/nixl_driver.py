@@ -426,21 +426,26 @@ class Driver:
         piece.read.settle(piece.start, outcomes, error and f"read from peer by nixl: {error}")
 
     def _watch_deadline(self, piece: Piece) -> None:
-        token = self._watch.add(piece.deadline, lambda: self._expire(piece))
+        try:
+            token = self._watch.add(piece.deadline, lambda: self._expire(piece))
+        except RuntimeError as error:
+            # The system gives no more threads: a piece that nothing would end is not kept.
+            self._expire(piece, f"no thread for its deadline: {error}")
+            return
         with self.changed:
             piece.watch = token
             queued = piece.state is State.QUEUED
         if not queued:
             self._watch.discard(token)
 
-    def _expire(self, piece: Piece) -> None:
-        """The deadline of a queued piece has passed."""
+    def _expire(self, piece: Piece, why: str = "deadline passed before its turn") -> None:
+        """The deadline of a piece has passed, or `why`: it ends unless it runs."""
         with self.changed:
             if piece.state is not State.QUEUED:
                 return
             self._queue.remove(piece)
             piece.state = State.ENDED
-        self._tell(piece, PageOutcome.FAILED, "deadline passed before its turn")
+        self._tell(piece, PageOutcome.FAILED, why)
 
     def _forget_locked(self, remote: Remote) -> None:
         unused = remote.broken is not None or not remote.users

@@ -1,7 +1,8 @@
 """The tcp transport: needs nothing but a network. docs/formats/transport.md shows its bytes.
 
 Owns a node's end: the registered memories, the listener, the peers it connected. Parts:
-tcp_server.py answers, tcp_peer.py asks, handshake.py proves who is there, stream.py waits.
+tcp_server.py answers, tcp_peer.py asks, handshake.py proves who is there, stream.py waits,
+resolver.py finds addresses.
 Invariants: nothing listens on all interfaces unless asked to; an open pool is asked for, and
 logged; a peer is never this node itself. Used by the pool.
 """
@@ -26,14 +27,12 @@ from tierkv.storage.transport.base import (
     new_boot_token,
 )
 from tierkv.storage.transport.handshake import Credentials, greet_server
+from tierkv.storage.transport.resolver import Resolver
 from tierkv.storage.transport.stream import TIMEOUT_S_MIN, Stream, open_stream
 from tierkv.storage.transport.tcp_peer import TcpPeer
 from tierkv.storage.transport.tcp_server import BACKLOG, Exports, Server
 
 RESOLVE_S = 5.0
-PORT_MAX = 65535
-
-_Address = tuple[socket.AddressFamily, tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,7 @@ class TcpTransport(Transport):
                 f"start transport: expected a boot token of {BOOT_TOKEN_BYTES} bytes, "
                 f"got {len(self.boot_token)}"
             )
+        self._names = Resolver()
         self._exports = Exports(self._limits)
         self._server = Server(
             self._credentials,
@@ -98,7 +98,7 @@ class TcpTransport(Transport):
     def listen(self, host: str, port: int, handler: Handler) -> tuple[str, int]:
         what = f"listen on {host!r} port {port}"
         try:
-            family, address = _resolve(host, port, RESOLVE_S)[0]
+            family, address = self._names.resolve(host, port, RESOLVE_S)[0]
         except TierIOError as error:
             raise ConfigError(f"{what}: {error}; choose an address of this machine") from error
         if _is_wildcard(address[0]) and not self._any_interface:
@@ -110,19 +110,25 @@ class TcpTransport(Transport):
                 raise TierClosedError(f"{what}: the transport was closed")
             if self._listening:
                 raise ConfigError(f"{what}: this transport listens already")
-            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener: socket.socket | None = None
             try:
+                listener = socket.socket(family, socket.SOCK_STREAM)
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
                 listener.listen(BACKLOG)
             except OSError as error:
-                listener.close()
+                if listener is not None:
+                    listener.close()
                 raise ConfigError(
                     f"{what}: {error.strerror}; choose a free port and an address of this machine"
                 ) from error
-            self._listening = True
             bound = listener.getsockname()
-            self._server.start(listener, handler)
+            try:
+                self._server.start(listener, handler)
+            except RuntimeError as error:
+                listener.close()
+                raise ConfigError(f"{what}: no thread for it: {error}") from error
+            self._listening = True
         return str(bound[0]), int(bound[1])
 
     def connect(self, host: str, port: int, timeout_s: float) -> TcpPeer:
@@ -194,46 +200,20 @@ class TcpTransport(Transport):
     def _dial(self, host: str, port: int, deadline: float) -> socket.socket:
         """Connect to the first address of the host that answers."""
         reason = "no address"
-        for family, address in _resolve(host, port, deadline - self._clock.monotonic()):
-            left_s = deadline - self._clock.monotonic()
-            sock = socket.socket(family, socket.SOCK_STREAM)
+        left_s = deadline - self._clock.monotonic()
+        for family, address in self._names.resolve(host, port, left_s):
+            sock: socket.socket | None = None
             try:
-                sock.settimeout(max(TIMEOUT_S_MIN, left_s))
+                sock = socket.socket(family, socket.SOCK_STREAM)
+                sock.settimeout(max(TIMEOUT_S_MIN, deadline - self._clock.monotonic()))
                 sock.connect(address)
             except OSError as error:
-                sock.close()
+                if sock is not None:
+                    sock.close()
                 reason = error.strerror or str(error)
                 continue
             return sock
         raise TierIOError(f"{reason}; check that it runs and that the address is right")
-
-
-def _resolve(host: str, port: int, timeout_s: float) -> list[_Address]:
-    """Addresses of `host`, in a bounded time: the system's own resolver has no deadline."""
-    if not host or not 0 <= port <= PORT_MAX:
-        raise TierIOError(f"expected a host and a port up to {PORT_MAX}, got {host!r} {port}")
-    found: list[_Address] = []
-    problem: list[str] = []
-
-    def ask(flags: int) -> None:
-        try:
-            rows = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
-        except (OSError, UnicodeError) as error:
-            problem.append(getattr(error, "strerror", None) or str(error))
-            return
-        found.extend((row[0], row[4]) for row in rows)  # type: ignore[misc]
-
-    ask(socket.AI_NUMERICHOST)
-    if not found:
-        problem.clear()
-        thread = threading.Thread(target=ask, args=(0,), name="tierkv-resolve", daemon=True)
-        thread.start()
-        thread.join(max(0.0, timeout_s))
-        if thread.is_alive():
-            raise TierIOError(f"the name {host!r} was not resolved in {timeout_s:.3g} s")
-    if not found:
-        raise TierIOError(f"the name {host!r} cannot be resolved: {'; '.join(problem)}")
-    return found
 
 
 def _is_wildcard(host: str) -> bool:

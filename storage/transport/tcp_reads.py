@@ -229,7 +229,12 @@ class Reads:
         return count
 
     def _watch_deadline(self, job: Job) -> None:
-        token = self._watch.add(job.deadline, lambda: self._expire(job))
+        try:
+            token = self._watch.add(job.deadline, lambda: self._expire(job))
+        except RuntimeError as error:
+            # The system gives no more threads: a job that nothing would end is not kept.
+            self._expire(job, f"no thread for its deadline: {error}")
+            return
         with self._lock:
             job.watch = token
             queued = job.state is State.QUEUED
@@ -237,15 +242,15 @@ class Reads:
             # Somebody was faster; the socket has the deadline.
             self._watch.discard(token)
 
-    def _expire(self, job: Job) -> None:
-        """The deadline of a job has passed: it ends here unless somebody has begun it."""
+    def _expire(self, job: Job, why: str | None = None) -> None:
+        """The deadline of a job has passed, or `why`: it ends unless somebody has begun it."""
         with self._lock:
             if job.state is not State.QUEUED:
                 return
             self._queue.remove(job)
             job.state = State.ENDED
-            why = "deadline passed before " + ("a worker" if job.lane else "a connection")
-        self._drop(job, f"{why} was free")
+        free = "a worker" if job.lane else "a connection"
+        self._drop(job, why or f"deadline passed before {free} was free")
 
     def _drop(self, job: Job, error: str) -> None:
         """End a job that nobody runs."""

@@ -165,16 +165,17 @@ class Server:
         )
 
     def start(self, listener: socket.socket, handler: Handler) -> None:
-        """Serve on a listening socket, which is this object's from now on."""
+        """Serve on a listening socket, which is this object's from now on. RuntimeError, and it is
+        not, when the system gives no thread."""
         assert self._listener is None, "a server listens once"
-        self._listener = listener
-        self._acceptor = threading.Thread(
+        acceptor = threading.Thread(
             target=self._supervise,
             args=(lambda: self._accept(listener, handler),),
             name="tierkv-transport-accept",
             daemon=True,
         )
-        self._acceptor.start()
+        acceptor.start()
+        self._listener, self._acceptor = listener, acceptor
 
     def stats(self) -> TransportStats:
         """Counters. O(1)."""
