@@ -17,7 +17,6 @@ import hashlib
 import ipaddress
 import socket
 import struct
-from pathlib import Path
 from typing import Protocol
 
 from tierkv.storage.errors import ConfigError, TierIOError
@@ -28,8 +27,6 @@ _IDENTITY = slice(1, 9)
 _PORT = slice(-4, -2)
 _FIELDS = struct.Struct("<8s2sB")
 _DIGEST_BYTES = 8
-_TABLE_6 = Path("/proc/net/if_inet6")
-_LOOPBACK = "lo"
 
 
 class Addresses(Protocol):
@@ -119,20 +116,10 @@ def device_of(host: str) -> tuple[str, bytes]:
     address = ipaddress.ip_address(str(found[0][4][0]).split("%")[0])
     if address.is_unspecified:
         raise ConfigError(f"{what}: that is all interfaces; name one address of this machine")
-    if address.is_loopback:
-        return _LOOPBACK, address.packed
-    device = interface_of(str(address)) if address.version == 4 else _interface_of_6(address.packed)
+    device = interface_of(str(address))
     if device is None:
         raise ConfigError(f"{what}: no network device has that as its first address")
     return device, address.packed
-
-
-def _interface_of_6(packed: bytes) -> str | None:
-    """The network device that has this IPv6 address."""
-    if not _TABLE_6.exists():
-        return None
-    lines = (line.split() for line in _TABLE_6.read_text(encoding="ascii").splitlines())
-    return next((words[-1] for words in lines if bytes.fromhex(words[0]) == packed), None)
 
 
 def _span(length: int, part: slice) -> set[int]:

@@ -17,12 +17,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import ipaddress
 import logging
 import os
 import socket
 import struct
 from pathlib import Path
 
+from tierkv.storage.errors import ConfigError
+
+NET_DEVICES = "UCX_NET_DEVICES"
+ADDRESSES_6 = Path("/proc/net/if_inet6")
 INFINIBAND = Path("/sys/class/infiniband")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PROCESS_SPACE = Path("/proc/self/ns/pid")
@@ -39,13 +44,19 @@ def prepare_ucx(host: str) -> dict[str, str]:
     """Set what is not set yet; returns what this call set. `host`: numeric address that the pool
     listens on.
 
-    To be called before the first import of anything that loads UCX.
+    To be called before the first import of anything that loads UCX. ConfigError when UCX would
+    listen on all interfaces although the pool does not.
     """
     rdma = rdma_devices()
     wanted = {"NIXL_LOG_LEVEL": "FATAL"}
     interface = interface_of(host)
     if interface is not None:
-        wanted["UCX_NET_DEVICES"] = ",".join([interface, *rdma])
+        wanted[NET_DEVICES] = ",".join([interface, *rdma])
+    elif NET_DEVICES not in os.environ and not _is_everywhere(host):
+        raise ConfigError(
+            f"prepare UCX: no network interface has {host or 'an empty host'} as its first "
+            f"address, so it would listen on all of them; set {NET_DEVICES} to say which"
+        )
     if not rdma:
         wanted["UCX_TLS"] = "tcp,sm"
         wanted["UCX_MODULES"] = "cma"
@@ -88,14 +99,17 @@ def machine() -> bytes:
 
 
 def interface_of(host: str) -> str | None:
-    """Name of the interface that has this IPv4 address; None when there is none, or for a name:
-    nothing is looked up here."""
+    """Name of the interface whose first IPv4 address, or one of whose IPv6 addresses, this is;
+    None when there is none, or for a name: nothing is looked up here."""
     try:
-        wanted = socket.inet_pton(socket.AF_INET, host)
-    except OSError:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
         return None
-    if wanted[0] == 127:
+    if address.is_loopback:
         return "lo"
+    if address.version == 6:
+        return _interface_of_6(address.packed)
+    wanted = address.packed
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = _IFREQ.pack(name.encode()[:_INTERFACE_NAME_BYTES])
@@ -107,3 +121,18 @@ def interface_of(host: str) -> str | None:
             if answer[20:24] == wanted:
                 return name
     return None
+
+
+def _interface_of_6(packed: bytes) -> str | None:
+    if not ADDRESSES_6.exists():
+        return None
+    rows = (line.split() for line in ADDRESSES_6.read_text(encoding="ascii").splitlines())
+    return next((words[-1] for words in rows if bytes.fromhex(words[0]) == packed), None)
+
+
+def _is_everywhere(host: str) -> bool:
+    """Whether the pool itself listens on all interfaces, which somebody asked for."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tierkv.storage.errors import ConfigError
 from tierkv.storage.transport import ucx_environment
 from tierkv.storage.transport.ucx_environment import (
     MACHINE_BYTES,
@@ -81,14 +82,33 @@ def test_whether_ucx_reads_memory_itself(
     assert copies_directly() is direct
 
 
-@pytest.mark.parametrize("host", ["192.0.2.200", "::1", "a-name", ""])
-def test_hosts_that_no_interface_has(clean: Path, host: str) -> None:
+@pytest.mark.parametrize("host", ["192.0.2.200", "2001:db8::1", "a-name", ""])
+def test_ucx_is_not_let_listen_everywhere(clean: Path, host: str) -> None:
     assert interface_of(host) is None
+    with pytest.raises(ConfigError, match="listen on all of them; set UCX_NET_DEVICES"):
+        prepare_ucx(host)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_it_listens_everywhere_where_the_pool_does(clean: Path, host: str) -> None:
     assert "UCX_NET_DEVICES" not in prepare_ucx(host)
 
 
+def test_the_user_may_say_where_it_listens(clean: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    assert "UCX_NET_DEVICES" not in prepare_ucx("192.0.2.200")
+
+
 def test_loopback_is_an_interface() -> None:
-    assert interface_of("127.0.0.1") == interface_of("127.0.3.4") == "lo"
+    assert {interface_of(host) for host in ("127.0.0.1", "127.0.3.4", "::1")} == {"lo"}
+
+
+def test_the_interface_of_an_ipv6_address(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text("20010db8000000000000000000000007 02 40 00 80     eth5\n")
+    monkeypatch.setattr(ucx_environment, "ADDRESSES_6", table)
+    assert interface_of("2001:db8::7") == "eth5"
+    assert interface_of("2001:db8::8") is None
 
 
 def test_a_machine_is_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
