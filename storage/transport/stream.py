@@ -42,6 +42,10 @@ class Stream(ABC):
         self._poll.register(sock.fileno(), select.POLLIN)
 
     @abstractmethod
+    def shake_hands(self, deadline: float) -> None:
+        """Before anything is moved. TierIOError when that fails or `deadline` passes."""
+
+    @abstractmethod
     def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
         """Fill `view`, of which `got` bytes are there; how many then are. Fewer than it has only
         when the peer closed.
@@ -108,6 +112,8 @@ class Stream(ABC):
 
     def close(self) -> None:
         """Let the socket go. By the thread that uses it. Idempotent."""
+        # The peer is told, even where a forked child has the descriptor too.
+        self.interrupt()
         self._sock.close()
 
     def _left(self, deadline: float, what: str, done: int = 0, length: int = 0) -> float:
@@ -126,6 +132,9 @@ class PlainStream(Stream):
     def __init__(self, sock: socket.socket, clock: Clock) -> None:
         super().__init__(sock, clock)
         sock.settimeout(None)
+
+    def shake_hands(self, deadline: float) -> None:
+        """Nothing to agree on."""
 
     def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
         length = view.nbytes
@@ -206,6 +215,13 @@ class TlsStream(Stream):
 
     _sock: ssl.SSLSocket
 
+    def shake_hands(self, deadline: float) -> None:
+        try:
+            self._sock.settimeout(self._left(deadline, "greet"))
+            self._sock.do_handshake()
+        except (OSError, ValueError) as error:
+            raise TierIOError(f"connect peer: TLS handshake failed: {_reason(error)}") from error
+
     def fill(self, view: memoryview, deadline: float, got: int = 0) -> int:
         length = view.nbytes
         while got < length:
@@ -271,17 +287,38 @@ def open_stream(
     deadline: float,
 ) -> Stream:
     """Take over a connected socket; with `tls`, after its handshake. Closes it when that fails."""
+    stream = wrap(sock, clock, tls, server_side=server_side, hostname=hostname)
+    try:
+        stream.shake_hands(deadline)
+    except TierIOError:
+        stream.close()
+        raise
+    return stream
+
+
+def wrap(
+    sock: socket.socket,
+    clock: Clock,
+    tls: ssl.SSLContext | None,
+    *,
+    server_side: bool,
+    hostname: str | None,
+) -> Stream:
+    """Take over a connected socket; with `tls`, shake_hands() is next. Never waits. Closes it when
+    that fails."""
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if tls is None:
             return PlainStream(sock, clock)
-        sock.settimeout(max(TIMEOUT_S_MIN, deadline - clock.monotonic()))
         wrapped = tls.wrap_socket(
-            sock, server_side=server_side, server_hostname=None if server_side else hostname
+            sock,
+            server_side=server_side,
+            server_hostname=None if server_side else hostname,
+            do_handshake_on_connect=False,
         )
     except (OSError, ValueError) as error:
         sock.close()
-        raise TierIOError(f"connect peer: TLS handshake failed: {_reason(error)}") from error
+        raise TierIOError(f"connect peer: {_reason(error)}") from error
     return TlsStream(wrapped, clock)
 
 

@@ -27,7 +27,7 @@ from tierkv.storage.transport.base import (
 )
 from tierkv.storage.transport.framing import receive_frame
 from tierkv.storage.transport.handshake import Credentials, greet_client, refuse
-from tierkv.storage.transport.stream import Stream, open_stream
+from tierkv.storage.transport.stream import Stream, wrap
 from tierkv.storage.transport.tcp_refusals import RefusalLog
 from tierkv.storage.transport.wire import (
     Header,
@@ -45,6 +45,8 @@ ACCEPT_PAUSE_S = 0.1
 BATCH_BYTES = 4 << 20
 """Pages whose bytes are handed to one send()."""
 STOP_S = 5.0
+ROOM_S = 0.5
+"""For a stranger whose place is wanted to leave it. It does so at once."""
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +161,8 @@ class Server:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._connections: dict[threading.Thread, Stream | None] = {}
+        self._strangers: dict[threading.Thread, None] = {}
+        """Connections that have proved nothing yet, the oldest first."""
         self._refusals = RefusalLog(clock)
         self._counts = dict.fromkeys(
             ("pages", "bytes", "messages", "gone", "refused", "broken", "restarts"), 0
@@ -198,6 +202,7 @@ class Server:
             connections = len(self._connections)
             assert connections <= self._limits.peer_connections, connections
             assert self._exports.reading <= connections, (self._exports.reading, connections)
+            assert self._strangers.keys() <= self._connections.keys(), "who left has no place"
         self._refusals.check()
 
     def close(self) -> None:
@@ -214,7 +219,7 @@ class Server:
             for stream in self._connections.values():
                 if stream is not None:
                     stream.interrupt()
-            # A TLS handshake under way cannot be interrupted, it ends at its own deadline.
+            # A handler may be at work.
             limit_s = STOP_S + self._limits.handshake_s
             ended = self._changed.wait_for(lambda: not self._connections, limit_s)
             left = len(self._connections)
@@ -244,7 +249,7 @@ class Server:
                 sock, address = listener.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    log.warning("transport=tcp accept=failed reason=%s", error)
+                    self._refusals.note("anybody:", f"accept failed: {error}")
                     self._closing.wait(ACCEPT_PAUSE_S)
                 continue
             name = f"{address[0]}:{address[1]}"
@@ -255,9 +260,10 @@ class Server:
                 daemon=True,
             )
             with self._lock:
+                self._make_room()
                 full = len(self._connections) >= self._limits.peer_connections
                 if not full and not self._closing.is_set():
-                    self._connections[thread] = None
+                    self._connections[thread] = self._strangers[thread] = None
             if full or self._closing.is_set():
                 self._turn_away(sock, name)
                 self._forget(thread)
@@ -268,6 +274,19 @@ class Server:
                 # The system gives no more threads: this peer is not served, others are.
                 self._forget(thread)
                 self._turn_away(sock, name)
+
+    def _make_room(self) -> None:
+        """Where all places are taken, have the stranger leave that has been greeted for longest:
+        who has the key needs milliseconds. Under the lock; waits ROOM_S at most."""
+        limit = self._limits.peer_connections
+        if len(self._connections) < limit:
+            return
+        for thread in self._strangers:
+            stream = self._connections[thread]
+            if stream is not None:
+                stream.interrupt()
+                self._changed.wait_for(lambda: len(self._connections) < limit, ROOM_S)
+                return
 
     def _turn_away(self, sock: socket.socket, name: str) -> None:
         """Close a connection that there is no room for. Never waits for the peer."""
@@ -281,6 +300,7 @@ class Server:
     def _forget(self, thread: threading.Thread) -> None:
         with self._lock:
             self._connections.pop(thread, None)
+            self._strangers.pop(thread, None)
             self._changed.notify_all()
 
     def _run(self, sock: socket.socket, name: str, handler: Handler) -> None:
@@ -290,7 +310,7 @@ class Server:
         try:
             stream = self._open(sock, thread, name)
             if stream is not None:
-                self._greet_and_serve(stream, name, handler)
+                self._greet_and_serve(stream, thread, name, handler)
         except Exception as error:  # noqa: BLE001
             # A bug while serving one peer costs that connection and is counted (lesson H2).
             log.error("peer=%s %s", name, "".join(traceback.format_exception(error)))
@@ -303,11 +323,8 @@ class Server:
                 stream.close()
 
     def _open(self, sock: socket.socket, thread: threading.Thread, name: str) -> Stream | None:
-        deadline = self._clock.monotonic() + self._limits.handshake_s
         try:
-            stream = open_stream(
-                sock, self._clock, self._tls, server_side=True, hostname=None, deadline=deadline
-            )
+            stream = wrap(sock, self._clock, self._tls, server_side=True, hostname=None)
         except TierIOError as error:
             self._refused(name, error)
             return None
@@ -317,13 +334,18 @@ class Server:
             self._connections[thread] = stream
         return stream
 
-    def _greet_and_serve(self, stream: Stream, name: str, handler: Handler) -> None:
+    def _greet_and_serve(
+        self, stream: Stream, thread: threading.Thread, name: str, handler: Handler
+    ) -> None:
         deadline = self._clock.monotonic() + self._limits.handshake_s
         try:
+            stream.shake_hands(deadline)
             peer = greet_client(stream, self._credentials, self._boot_token, deadline)
         except TierIOError as error:
             self._refused(name, error)
             return
+        with self._lock:
+            self._strangers.pop(thread, None)
         log.debug("peer=%s connected", name)
         try:
             while self._serve_one(stream, peer, handler):
