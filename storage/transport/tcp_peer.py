@@ -133,13 +133,17 @@ class TcpPeer(Peer):
             raise TierIOError(f"message to peer {self.address}: {limit} others did not end in time")
 
     def _end_message(self, stream: Stream | None, whole: bool, answered: bool) -> None:
+        if not whole:
+            # Before another message may open one in its place.
+            self._connections.discard(stream)
+            stream = None
         with self._lock:
             self._out -= 1
             if answered:
                 self._messages += 1
             else:
                 self._failures += 1
-            if whole and not self._closing and stream is not None:
+            if stream is not None and not self._closing:
                 self._idle.append(stream)
                 stream = None
             if self._waiting:
@@ -153,7 +157,9 @@ class TcpPeer(Peer):
         if frame is None:
             raise TierIOError("receive from peer: it closed the connection")
         header, body = frame
-        if header.request not in (request, 0):
+        if header.request == 0 and header.kind is Kind.ERROR:
+            raise TierIOError(f"it refused: {unpack_error(body)}")
+        if header.request != request:
             raise TierIOError(f"expected the answer of {request}, got {header.request}")
         return header.kind, body
 

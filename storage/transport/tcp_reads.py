@@ -123,23 +123,29 @@ class Reads:
     ) -> TcpRead:
         """Peer.read(), of arguments that were checked. Never waits."""
         read = TcpRead(len(ranges), self._assist, self._hurry)
+        whom = f"read from peer {self._address}"
         deadline = self._clock.monotonic() + timeout_s
         jobs = [
             Job(read, start, ranges[start:end], views[start:end], generation, deadline)
             for start, end in pieces(ranges, self._limits.read_connections)
         ]
         with self._lock:
-            refusal = "it was closed" if self._closing else self._connections.refusal
-            if refusal is None and len(self._open_reads) >= self._limits.queued_reads:
+            refusal = "it was closed" if self._closing else None
+            # That is the peer's doing, and no refusal of ours.
+            lost = None if self._closing else self._connections.refusal
+            if refusal is lost is None and len(self._open_reads) >= self._limits.queued_reads:
                 refusal = f"{len(self._open_reads)} reads are under way, no more are taken"
                 self._rejected += 1
-            if refusal is None:
+            if refusal is lost is None:
                 self._open_reads[read] = len(jobs)
                 lent = self._lend(len(jobs))
             else:
                 self._failed += len(ranges)
-        if refusal is not None:
-            read.refuse(f"read from peer {self._address}: {refusal}")
+        if lost is not None:
+            read.settle(0, [PageOutcome.FAILED] * len(ranges), f"{whom}: {lost}")
+        elif refusal is not None:
+            read.refuse(f"{whom}: {refusal}")
+        if read.done:
             return read
         for job, stream in zip(jobs, lent, strict=False):
             self._ask_now(job, stream)
@@ -447,12 +453,13 @@ class Reads:
             jobs = len(self._queue) + len(self._running)
             assert all(job.state is State.QUEUED for job in self._queue)
             assert all(job.state is State.RUNNING for job in self._running)
-            # A job that its deadline ends is in neither for a moment.
-            assert jobs <= sum(self._open_reads.values()), (jobs, self._open_reads)
+            # Jobs that are asked for by read(), or are being ended, are in neither.
+            between = sum(self._open_reads.values()) - jobs
+            assert 0 <= self._pending <= between, (self._pending, between)
             assert len(self._open_reads) <= limits.queued_reads, len(self._open_reads)
             assert 0 <= self._away <= len(self._workers) <= limits.read_connections
             used = len(self._running) + self._asked()
-            assert used <= self._lanes <= used + self._pending, (used, self._lanes)
+            assert used <= self._lanes <= used + between, (used, self._lanes, between)
             assert self._lanes + len(self._idle) <= limits.read_connections
             assert sum(job.lane for job in self._queue) == self._asked(), "one waits behind others"
             assert self._connections.has(self._idle), "an idle connection is closed"
@@ -477,15 +484,16 @@ class Reads:
             self._drop(job, "it was closed")
         for stream in idle:
             self._connections.discard(stream)
-        self._watch.close(STOP_S)
+        # A read's callback may close the peer. A worker that does waits for no thread: that one may
+        # be doing the same.
+        callback = threading.current_thread() in self._workers
+        self._watch.close(0.0 if callback else STOP_S)
         limit_s = STOP_S + self._limits.handshake_s
         with self._lock:
             # Takers run jobs too, and after close() nobody writes to a destination.
             if not self._quiet.wait_for(lambda: not self._running, limit_s):
                 log.error("peer=%s jobs=%d did not end", self._address, len(self._running))
-        for worker in self._workers:
-            # A read's callback may close the peer.
-            if worker is not threading.current_thread():
-                worker.join(limit_s)
-                if worker.is_alive():
-                    log.error("peer=%s worker=%s did not end", self._address, worker.name)
+        for worker in () if callback else self._workers:
+            worker.join(limit_s)
+            if worker.is_alive():
+                log.error("peer=%s worker=%s did not end", self._address, worker.name)
