@@ -11,6 +11,7 @@ what was posted is kept alive until then; every tag of a lane is used once.
 from __future__ import annotations
 
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,9 +42,13 @@ class Transfer:
     """A read that was posted."""
 
     number: int
-    receives: list[UcxRequest]
+    pages: int
     result: UcxRequest
     raw_result: bytearray
+    receives: deque[UcxRequest]
+    """Those of the last pages. The others are there, and are let go of as they come."""
+    outcomes: list[PageOutcome] | None = None
+    """What the RESULT says, once it is there."""
 
 
 class Lane:
@@ -59,13 +64,14 @@ class Lane:
         self._nonce = secrets.randbelow(TAGS)
         self._number = 0
         self._sends: list[tuple[UcxRequest, bytearray]] = []
-        self._posted: list[UcxRequest] = []
+        self._transfers: list[Transfer] = []
         self._ready = False
         self.worker = worker
         own = addresses.pack(worker.address())
         self._endpoint = worker.connect(addresses.build(offer.address))
         self._welcome_raw = bytearray(result_bytes(0))
-        [self._welcome] = self._receive([self._welcome_raw], 0)
+        tag = tag_of(self._nonce, 0, 0)
+        [self._welcome] = worker.receive(self._endpoint, [self._welcome_raw], tag)
         hello = pack_hello(self._secret, Hello(self.lane, replaces, self._nonce, own))
         self._send(bytearray(hello))
 
@@ -105,34 +111,39 @@ class Lane:
             # Sending may find out. What is received on a dead endpoint is never ended by UCX.
             raise TierIOError("connection lost")
         raw = bytearray(result_bytes(len(ranges)))
-        result, *receives = self._receive([raw, *views], number)
-        return Transfer(number, receives, result, raw)
-
-    def _receive(self, into: Sequence[bytearray | memoryview], number: int) -> Sequence[UcxRequest]:
-        requests = self.worker.receive(self._endpoint, into, tag_of(self._nonce, number, 0))
-        self._posted.extend(requests)
-        return requests
+        tag = tag_of(self._nonce, number, 0)
+        requests = deque(self.worker.receive(self._endpoint, [raw, *views], tag))
+        transfer = Transfer(number, len(ranges), requests.popleft(), raw, requests)
+        self._transfers.append(transfer)
+        return transfer
 
     def collect(self, transfer: Transfer) -> list[PageOutcome] | None:
         """Outcomes of a read all of whose messages are there; None while some are not.
 
         TierIOError when the peer does not keep to what was agreed: abort the lane.
         """
+        # As they come, so that little is left to do when the last one has.
+        outcomes = transfer.outcomes
+        if outcomes is None:
+            if not transfer.result.done:
+                return None
+            outcomes = transfer.outcomes = self._outcomes(transfer)
         receives = transfer.receives
-        # Pages come in about the order they were asked for, so the last one is the one to ask.
-        if not (receives[-1].done and transfer.result.done and all(r.done for r in receives)):
+        while receives and receives[0].done:
+            page = transfer.pages - len(receives)
+            if receives.popleft().failure() is not None and outcomes[page] is PageOutcome.OK:
+                outcomes[page] = PageOutcome.FAILED
+        if receives:
             return None
+        self._transfers.remove(transfer)
+        return outcomes
+
+    def _outcomes(self, transfer: Transfer) -> list[PageOutcome]:
         self._check(transfer.result)
-        outcomes = unpack_result(
-            self._secret, bytes(transfer.raw_result), self.lane, transfer.number
-        )
-        if len(outcomes) != len(receives):
+        raw = bytes(transfer.raw_result)
+        outcomes = unpack_result(self._secret, raw, self.lane, transfer.number)
+        if len(outcomes) != transfer.pages:
             raise TierIOError(f"ucx result: {len(outcomes)} outcomes for other pages")
-        for at, receive in enumerate(receives):
-            if outcomes[at] is PageOutcome.OK and receive.failure() is not None:
-                outcomes[at] = PageOutcome.FAILED
-        finished = {id(request) for request in (*receives, transfer.result)}
-        self._posted = [request for request in self._posted if id(request) not in finished]
         return outcomes
 
     def _check(self, request: UcxRequest) -> None:
@@ -147,4 +158,7 @@ class Lane:
     @property
     def settled(self) -> bool:
         """After abort(): nothing that was posted is written to any more."""
-        return all(request.done for request in self._posted)
+        return self._welcome.done and all(
+            transfer.result.done and all(receive.done for receive in transfer.receives)
+            for transfer in self._transfers
+        )

@@ -41,6 +41,8 @@ from tierkv.storage.transport.ucx_library import UcxWorker, Waker
 from tierkv.storage.transport.ucx_reads import Job, UcxRead
 from tierkv.storage.transport.ucx_wire import NO_LANE, Offer
 
+ASKED_S = 0.001
+"""So soon a read() that drives has asked."""
 POSTED_MAX = 4
 """Reads under way at once: enough that the peer never waits for the next request."""
 LANES_MAX = 2
@@ -112,6 +114,8 @@ class UcxPeer(PlanePeer):
         """Threads that drive, or tell of a read that they have driven."""
         self._fault: str | None = None
         """What broke the lane. The thread deals with it."""
+        self._driven = False
+        """Whether it is a taker who drives."""
         self._wakes_at = math.inf
         """When the thread's sleep ends by itself."""
         self._changed = threading.Condition()
@@ -199,7 +203,7 @@ class UcxPeer(PlanePeer):
                 begun = self._guard(lambda: self._begin_first(job))
             finally:
                 self._drive.release()
-        if not begun:
+        if not begun or self._queue:
             self._waker.wake()
             self._call_off.wake()
 
@@ -228,9 +232,11 @@ class UcxPeer(PlanePeer):
         try:
             job = self._only_job(read, me)
             if job is not None:
+                self._driven = True
                 self._waker.watch(None)
                 outcomes = self._guard(lambda: self._drive_job(job, until))
         finally:
+            self._driven = False
             self._drive.release()
             if job is not None and (outcomes is None or self._posted or self._queue):
                 self._waker.wake()
@@ -362,20 +368,7 @@ class UcxPeer(PlanePeer):
 
     def _run(self) -> None:
         while not self._closing:
-            # A taker leaves when it is called off, at the latest at its deadline.
-            if not self._drive.acquire(timeout=BUSY_WAIT_S):
-                continue
-            ended: list[tuple[Job, list[PageOutcome]]] = []
-            try:
-                rest = self._guard(lambda: self._turn(ended))
-                pause_s = self._pause_s() if rest else 0.0
-            finally:
-                self._drive.release()
-            for job, outcomes in ended:
-                # With the drive free: who is told may read again at once.
-                self._tell(job, outcomes, None)
-            if rest:
-                self._waker.wait(pause_s)
+            self._round()
         if not self._drive.acquire(timeout=STOP_S + self._limits.io_s):
             log.error("peer=%s its bytes are being moved for ever", self.peer_name)
             return
@@ -390,6 +383,24 @@ class UcxPeer(PlanePeer):
             self._drive.release()
         self._waker.close()
         self._call_off.close()
+
+    def _round(self) -> None:
+        if not self._drive.acquire(blocking=False):
+            # A taker wakes us if it leaves something to do, and others have done in no time.
+            self._waker.watch(None)
+            self._waker.wait(self._pause_s() if self._driven else ASKED_S)
+            return
+        ended: list[tuple[Job, list[PageOutcome]]] = []
+        try:
+            rest = self._guard(lambda: self._turn(ended))
+            pause_s = self._pause_s() if rest else 0.0
+        finally:
+            self._drive.release()
+        for job, outcomes in ended:
+            # With the drive free: who is told may read again at once.
+            self._tell(job, outcomes, None)
+        if rest:
+            self._waker.wait(pause_s)
 
     def _turn(self, ended: list[tuple[Job, list[PageOutcome]]]) -> bool:
         """One round: begin what can begin, move bytes, take out what is complete, to be told of.

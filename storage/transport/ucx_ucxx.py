@@ -117,10 +117,7 @@ class _UcxxWorker:
             self.cancels = False
             self._worker.progress()
             return False
-        for _ in range(PROGRESS_STEPS):
-            if not step():
-                break
-        return True
+        return all(step() for _ in range(PROGRESS_STEPS))
 
     def arm(self) -> bool:
         return bool(self._worker.arm())

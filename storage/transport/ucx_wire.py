@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import chain
 
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange
@@ -138,15 +139,13 @@ def pack_hello(secret: bytes, hello: Hello) -> bytes:
 def pack_read(secret: bytes, read: ReadRequest) -> bytearray:
     """Message that asks for pages. O(pages)."""
     milliseconds = min(0xFFFFFFFF, max(1, int(read.timeout_s * 1e3)))
-    body = bytearray(_READ.size + len(read.ranges) * _RANGE.size + PROOF_BYTES)
-    _READ.pack_into(
-        body, 0, Kind.READ, read.lane, read.number, read.generation, milliseconds, len(read.ranges)
+    count = len(read.ranges)
+    body = bytearray(
+        _READ.pack(Kind.READ, read.lane, read.number, read.generation, milliseconds, count)
     )
-    at = _READ.size
-    for offset, length in read.ranges:
-        _RANGE.pack_into(body, at, offset, length)
-        at += _RANGE.size
-    body[-PROOF_BYTES:] = _proof(secret, Side.CLIENT, memoryview(body)[:-PROOF_BYTES])
+    # One call for all of them: a call a range took most of the time.
+    body += struct.pack("<" + "QI" * count, *chain.from_iterable(read.ranges))
+    body += _proof(secret, Side.CLIENT, body)
     return body
 
 
@@ -166,7 +165,7 @@ def unpack_request(secret: bytes, raw: bytes) -> Hello | ReadRequest:
     if kind == Kind.READ and len(body) >= _READ.size:
         _, lane, number, generation, milliseconds, count = _READ.unpack_from(body)
         if count and len(body) == _READ.size + count * _RANGE.size:
-            ranges = [PageRange(*item) for item in _RANGE.iter_unpack(body[_READ.size :])]
+            ranges = list(map(PageRange._make, _RANGE.iter_unpack(body[_READ.size :])))
             return ReadRequest(lane, number, generation, milliseconds / 1e3, ranges)
     raise TierIOError(f"ucx request: kind {kind} does not have {len(body)} bytes")
 
@@ -198,7 +197,7 @@ def unpack_result(secret: bytes, raw: bytes, lane: bytes, number: int) -> list[P
     return [_OUTCOMES[code] for code in codes]
 
 
-def _proof(secret: bytes, side: bytes, body: bytes | memoryview) -> bytes:
+def _proof(secret: bytes, side: bytes, body: bytes | bytearray) -> bytes:
     # Keyed BLAKE2b is a MAC by itself, and twenty times as quick as HMAC on so few bytes.
     return blake2b(body, key=secret, person=side, digest_size=PROOF_BYTES).digest()
 
