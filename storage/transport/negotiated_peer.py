@@ -49,6 +49,8 @@ FAILURES_MAX = 3
 OPEN_S = 30.0
 NEGOTIATE_S = 5.0
 PROBE_S = 2.0
+HURRY_S = 0.02
+"""A read that was given less time than this and is late says nothing about its plane."""
 REFRESH_PAUSE_S = 1.0
 """Between questions for a newer offer."""
 
@@ -123,8 +125,11 @@ class NegotiatedPeer(Peer):
         broken = path.broken
         if broken is None and path.knows(generation):
             read = path.read(generation, ranges, into, timeout_s)
-            read.add_done_callback(lambda: self._judge(path, read))
-            return read
+            broken = path.broken
+            if broken is None or not read.refused:
+                read.add_done_callback(lambda: self._judge(path, read, timeout_s))
+                return read
+            # Nothing was asked for, so nothing can be written any more: tcp may have the memory.
         if broken is None:
             self._ask_for_offer()
         else:
@@ -199,6 +204,9 @@ class NegotiatedPeer(Peer):
         except TierIOError as error:
             for plane in wanted:
                 self._breakers[plane.name].failed()
+            with self._lock:
+                # That says nothing about them.
+                self._retry.update(plane.name for plane in wanted)
             self._settle(None, dict.fromkeys(self._breakers, str(error)))
             return
         reasons: dict[str, str] = {}
@@ -241,24 +249,28 @@ class NegotiatedPeer(Peer):
             path = plane.connect(introduction.offers[name], self.address, max(left_s, 0.001))
             try:
                 self._probe(path, introduction.digest, deadline)
-            except TierIOError:
+            except BaseException:
                 path.close()
                 raise
         except TierKVError as error:
             breaker.failed()
             return None, str(error)
+        except Exception as error:
+            # A bug of one plane must cost neither the connection nor the others (lesson H2).
+            log.exception("peer=%s plane=%s", self.address, name)
+            breaker.failed()
+            return None, f"{type(error).__name__} in this node: {error}"
         breaker.succeeded()
-        with self._lock:
-            self._probes += 1
         return path, ""
 
     def _probe(self, path: PlanePeer, digest: bytes, deadline: float) -> None:
         """Read bytes that only this peer has. TierIOError unless they come."""
         buffer = bytearray(PROBE_BYTES)
-        timeout_s = max(0.001, min(PROBE_S, deadline - self._clock.monotonic()))
+        # Half of what is left is for a read that does not end at its deadline.
+        wait_s = max(0.002, min(2 * PROBE_S, deadline - self._clock.monotonic()))
         whole = [PageRange(0, PROBE_BYTES)]
-        read = path.read(PROBE_GENERATION, whole, [memoryview(buffer)], timeout_s)
-        outcome = read.take(2 * timeout_s)[0]
+        read = path.read(PROBE_GENERATION, whole, [memoryview(buffer)], wait_s / 2)
+        outcome = read.take(wait_s)[0]
         if outcome is not PageOutcome.OK:
             raise TierIOError(f"probe read: {outcome.value}, {read.error or 'no reason given'}")
         if hashlib.sha256(buffer).digest() != digest:
@@ -280,6 +292,8 @@ class NegotiatedPeer(Peer):
     def _settle(self, path: PlanePeer | None, reasons: dict[str, str]) -> None:
         """From now on `path`."""
         with self._lock:
+            if path is not None and path is not self._path:
+                self._probes += 1
             old = path if self.closed else self._path
             if old is not None and (self.closed or old is not path):
                 (self._lost if self.closed or old.broken else self._resting).append(old)
@@ -295,8 +309,8 @@ class NegotiatedPeer(Peer):
         for name, reason in reasons.items():
             log.warning("peer=%s declined=%s reason=%s", self.address, name, reason)
 
-    def _judge(self, path: PlanePeer, read: PeerRead) -> None:
-        """A read on `path` has ended."""
+    def _judge(self, path: PlanePeer, read: PeerRead, timeout_s: float) -> None:
+        """A read on `path` that was given `timeout_s` has ended."""
         if read.refused:
             return
         breaker = self._breakers[path.name]
@@ -305,8 +319,10 @@ class NegotiatedPeer(Peer):
             if self._resting:
                 self._sweep()
             return
-        breaker.failed()
-        if path.broken is not None or not breaker.closed:
+        broken = path.broken is not None
+        if broken or timeout_s >= HURRY_S:
+            breaker.failed()
+        if broken or not breaker.closed:
             self._lose(path, read.error or "reads failed")
 
     def _lose(self, path: PlanePeer, reason: str) -> None:

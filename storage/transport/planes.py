@@ -124,9 +124,8 @@ class NegotiatedTransport(Transport):
         deadline = self._clock.monotonic() + timeout_s
         control = self._tcp.connect(host, port, timeout_s)
         peer = NegotiatedPeer(control, self._planes, self._limits, self._clock, self._worker)
-        left_s = deadline - self._clock.monotonic()
-        if self._planes and left_s > 0:
-            peer.negotiate(left_s)
+        # Also with no time left: then it is said so, and made good later.
+        peer.negotiate(deadline - self._clock.monotonic())
         with self._lock:
             if not self._closed:
                 self._peers = [known for known in self._peers if not known.closed]
