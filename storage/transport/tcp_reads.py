@@ -402,9 +402,10 @@ class Reads:
         if job.watch is not None:
             self._watch.discard(job.watch)
         got = 0
-        for view, outcome in zip(job.views, outcomes, strict=False):
+        # Not by its views: nobody may hold one when the reader is told.
+        for (_, length), outcome in zip(job.ranges, outcomes, strict=False):
             if outcome is _OK:
-                got += view.nbytes
+                got += length
         if len(outcomes) < len(job.ranges):
             outcomes += [PageOutcome.FAILED] * (len(job.ranges) - len(outcomes))
         ok, gone = outcomes.count(_OK), outcomes.count(_GONE)

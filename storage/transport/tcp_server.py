@@ -385,13 +385,19 @@ class Server:
             gone = pack_header(Kind.GONE, 0, header.request)
             stream.send([gone * len(ranges)], self._limits.io_s)
             return
+        broken: str | None = None
         try:
             with memory:
                 problem = _outside(ranges, memory.nbytes, self._limits)
                 if problem is None:
                     self._send_pages(stream, header.request, ranges, memory)
+        except TierIOError as error:
+            # Not kept: its frames hold views of memory that is its owner's again after end().
+            broken = str(error)
         finally:
             self._exports.end(stream)
+        if broken is not None:
+            raise TierIOError(broken)
         if problem is not None:
             # The peer counts wrongly or is hostile: this connection is not trusted any more.
             stream.send([pack_error(header.request, f"read: {problem}")], STOP_S)

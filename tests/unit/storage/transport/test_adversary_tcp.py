@@ -13,6 +13,7 @@ import pytest
 from tests.unit.storage.transport.scripted import (
     KEY,
     LIMIT_S,
+    far,
     next_request,
     page,
     scripted,
@@ -23,13 +24,14 @@ from tests.unit.storage.transport.test_tcp_takers import no_workers, read_first,
 from tests.unit.storage.transport.transport_conformance import UNTOUCHED, begin, echo
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport import tcp_reads
-from tierkv.storage.transport.base import PageOutcome, TransportLimits
+from tierkv.storage.transport.base import PageOutcome, PageRange, TransportLimits
 from tierkv.storage.transport.stream import Stream
 from tierkv.storage.transport.tcp import TcpTransport
 from tierkv.storage.transport.tcp_connections import Connections
 from tierkv.storage.transport.tcp_jobs import Job
 from tierkv.storage.transport.tcp_reads import Reads
-from tierkv.storage.transport.wire import Kind, pack_frame
+from tierkv.storage.transport.tcp_server import Exports
+from tierkv.storage.transport.wire import Kind, pack_frame, pack_read
 
 __all__ = ["no_workers"]
 OK, FAILED = PageOutcome.OK, PageOutcome.FAILED
@@ -279,3 +281,66 @@ def test_read_never_waits_for_a_peer_that_takes_nothing(monkeypatch: pytest.Monk
         assert read.take(LIMIT_S) == [FAILED] * count
         peer.check()
         stop.set()
+
+
+def test_memory_that_was_unregistered_is_held_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the thread that was sending it is on its way out: its owner may unmap it now."""
+    memory = bytearray(64 << 20)
+    left, resized = threading.Event(), threading.Event()
+    end = Exports.end
+
+    def held(exports: Exports, stream: Stream) -> None:
+        end(exports, stream)
+        left.set()
+        assert resized.wait(LIMIT_S)
+
+    with TcpTransport(KEY) as server, TcpTransport(KEY) as client:
+        view = memoryview(memory)
+        generation = server.register(view)
+        view.release()
+        peer = client.connect(*server.listen("127.0.0.1", 0, echo), LIMIT_S)
+        monkeypatch.setattr(Exports, "end", held)
+        # Nobody receives what is asked for here.
+        stream = peer._connections.usable(None, far())
+        ranges = [PageRange(0, len(memory))]
+        stream.send([pack_frame(Kind.READ, 1, pack_read(generation, ranges))], LIMIT_S)
+        assert stream.wait_readable(LIMIT_S)
+        server.unregister(generation)
+        assert left.wait(LIMIT_S)
+        try:
+            memory.append(0)
+        finally:
+            resized.set()
+            peer._connections.discard(stream)
+
+
+@pytest.mark.parametrize("outcome", [OK, FAILED])
+@pytest.mark.parametrize("takes", [True, False])
+def test_destinations_of_a_read_that_is_done_are_held_by_nobody(
+    outcome: PageOutcome, takes: bool
+) -> None:
+    def script(stream: Stream) -> None:
+        whole = page(next_request(stream), PAYLOADS[0])
+        stream.send([whole if outcome is OK else whole[:-1]], LIMIT_S)
+        if outcome is OK:
+            wait_end(stream)
+
+    with scripted(script) as address, connect(address) as peer:
+        buffer = bytearray(4096)
+        wrong: list[BaseException] = []
+        done = threading.Event()
+
+        def resize() -> None:
+            try:
+                buffer.append(0)
+            except BufferError as error:
+                wrong.append(error)
+            done.set()
+
+        with memoryview(buffer) as view:
+            read = peer.read(1, [PAGES[0]], [view], LIMIT_S)
+        read.add_done_callback(resize)
+        if takes:
+            read.take(LIMIT_S)
+        assert done.wait(LIMIT_S) and not wrong
+        assert read.take(0.0) == [outcome]
