@@ -26,6 +26,7 @@ from tierkv.storage.transport.base import PAGE_BYTES_MAX, TransportLimits
 from tierkv.storage.types import PageKey
 
 NAME_BYTES_MAX = 255
+ADDRESS_BYTES_MAX = 255
 PAGE_SIZES_MAX = TransportLimits().memories
 """Page sizes one node serves: each is a memory of its transport."""
 LOOKUP_KEYS_MAX = 4096
@@ -33,7 +34,7 @@ FINGERPRINTS_MAX = 65536
 """Fingerprints of one answer to SYNC, all page sizes together, or of one part of a snapshot."""
 
 _COUNT = struct.Struct("<I")
-_HELLO = struct.Struct("<QBBH")
+_HELLO = struct.Struct("<QBBBH")
 _SINCE = struct.Struct("<QQQ")
 _SYNC_ANSWER = struct.Struct("<BBHH")
 _CHANGES = struct.Struct("<QQQIIB")
@@ -57,25 +58,31 @@ class Hello:
     leaving: bool = False
     checksums: bool = True
     """Whether its pages carry checksums. Those of a node without are of no use to others."""
+    address: str = ""
+    """Where it says that it is reached, for people only; up to ADDRESS_BYTES_MAX bytes."""
 
     def encode(self) -> bytes:
         name = self.name.encode("utf-8")
         assert 1 <= len(name) <= NAME_BYTES_MAX, self.name
         flags = _LEAVING * self.leaving | _CHECKSUMS * self.checksums
-        head = _HELLO.pack(self.epoch, flags, len(name), len(self.page_sizes))
-        return head + name + pack_numbers(self.page_sizes)
+        address = self.address.encode("utf-8")
+        assert len(address) <= ADDRESS_BYTES_MAX, self.address
+        head = _HELLO.pack(self.epoch, flags, len(name), len(address), len(self.page_sizes))
+        return head + name + address + pack_numbers(self.page_sizes)
 
     @classmethod
     def decode(cls, body: BodyReader) -> Hello:
-        epoch, flags, length, count = body.fields(_HELLO)
+        epoch, flags, length, address_length, count = body.fields(_HELLO)
         bounded("an epoch", epoch, 1, U64_MAX)
         bounded("flags", flags, 0, _LEAVING | _CHECKSUMS)
         bounded("bytes of a name", length, 1, NAME_BYTES_MAX)
+        bounded("bytes of an address", address_length, 0, ADDRESS_BYTES_MAX)
         bounded("page sizes", count, 0, PAGE_SIZES_MAX)
-        name = _text(body.blob(length))
+        name, address = _text(body.blob(length)), _text(body.blob(address_length))
         sizes = _read_page_sizes(body, count)
         body.end()
-        return cls(name, epoch, sizes, bool(flags & _LEAVING), bool(flags & _CHECKSUMS))
+        leaving, checksums = bool(flags & _LEAVING), bool(flags & _CHECKSUMS)
+        return cls(name, epoch, sizes, leaving, checksums, address)
 
     def read_answer(self, body: BodyReader) -> Hello:
         return Hello.decode(body)
@@ -310,7 +317,7 @@ def _text(raw: bytes) -> str:
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise TierIOError(f"read pool message: the name {raw.hex()} is not UTF-8") from None
+        raise TierIOError(f"read pool message: the text {raw.hex()} is not UTF-8") from None
     if not text.isprintable():
-        raise TierIOError(f"read pool message: the name {text!r} is not printable")
+        raise TierIOError(f"read pool message: the text {text!r} is not printable")
     return text

@@ -22,6 +22,7 @@ Peer is never used for another life; every wait has a deadline; the thread survi
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import traceback
 from collections import Counter
@@ -43,6 +44,10 @@ PAUSE_S_MIN = 0.1
 PAUSE_S_MAX = 2.0
 """Between two tries to connect; it doubles from one to the other."""
 STOP_S = 10.0
+TOLD_MAX = 16
+"""Lines that are remembered as told."""
+_OPERATIONS = re.compile(r"\b(?:(?:message to|connect|greet) peer|follow)(?: \S+)?: ")
+"""What was tried, and at whom, in front of why it failed: a link's line and its row say both."""
 BYTES_PER_S = 500e6
 """Assumed of a peer that nothing was read from yet."""
 LATENCY_S = 1e-3
@@ -81,8 +86,17 @@ class LinkOwner(Protocol):
         """A peer answered a greeting: None when it is to be dealt with, else why not."""
         ...
 
-    def fenced(self, epoch: int, told_by: str) -> None:
-        """A peer knows this node's name with `epoch`, which is not below its own."""
+    def fenced(self, epoch: int, told_by: str, address: str) -> None:
+        """A peer knows this node's name with `epoch`, which is not below its own, of a node that
+        says it is at `address`."""
+        ...
+
+    def refused_by(self, link: Link, text: str) -> None:
+        """A peer does not want this node, for a reason that others may say in the same words."""
+        ...
+
+    def told(self, text: str) -> bool:
+        """Whether the pool has logged this very text lately."""
         ...
 
     def link_changed(self, link: Link) -> None:
@@ -127,8 +141,10 @@ class Link:
         self._token = b""
         self._heard = 0.0
         self._live_since = 0.0
-        self._told = ""
-        """The reason that was logged last, so that it is logged once."""
+        self._told: set[str] = set()
+        """What was logged since it was live for long, so that each is logged once."""
+        self._lost: str | None = None
+        """Why it is not LIVE any more, until that is logged with what the next try meets."""
         self._greet_due = False
         self._hurry = False
         self._pause_s = PAUSE_S_MIN
@@ -286,7 +302,7 @@ class Link:
             if self._clock.monotonic() - self._live_since > self._config.suspect_s:
                 # What comes and goes at once is neither tried nor told of without pause.
                 self._pause_s = PAUSE_S_MIN
-                self._told = ""
+                self._told.clear()
             return 0.0 if self._greet_due else self._config.heartbeat_s
         pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, PAUSE_S_MAX)
         return pause_s
@@ -325,11 +341,14 @@ class Link:
             self._greet_due = False
         answer = self._exchange(Session(peer, 0), self._owner.hello(), self._config.suspect_s)
         if isinstance(answer, Refusal):
-            self._lose(refusal_text(answer), LinkState.REFUSED)
+            if answer.status is Status.REFUSED:
+                self._owner.refused_by(self, answer.text)
+            # What it says of epochs the pool has told, or took up without a word.
+            self._lose(refusal_text(answer), LinkState.REFUSED, told=True)
             return
         problem = self._owner.met(self, peer.identity, answer)
         if problem is not None:
-            self._lose(problem, LinkState.REFUSED)
+            self._lose(problem, LinkState.REFUSED, told=self._owner.told(problem))
             return
         with self._changed:
             life = (self._token, self.epoch)
@@ -353,7 +372,10 @@ class Link:
                 self.problem = None
                 if was is not LinkState.LIVE:
                     self._live_since = self._clock.monotonic()
+                lost, self._lost = self._lost, None
         if not closed and was is not LinkState.LIVE:
+            if lost is not None:
+                self._warn(f"was lost for a moment: {lost}")
             log.info("link=%s member=%s epoch=%d live", self.lane, self.name, self.epoch)
             self._owner.link_changed(self)
 
@@ -399,29 +421,41 @@ class Link:
     def _heed(self, refusal: Refusal) -> None:
         """Act on what a refusal says about epochs and leaving."""
         if refusal.status is Status.FENCED:
-            self._owner.fenced(refusal.epoch, self.name or self.lane)
+            self._owner.fenced(refusal.epoch, self.name or self.lane, refusal.text)
             self.greet_again()
         elif refusal.status is Status.STALE:
             self.greet_again()
         elif refusal.status is Status.LEAVING:
             self.leaving = True
 
-    def _lose(self, reason: str, state: LinkState) -> None:
-        """Let the connection go; what is under way on it fails."""
+    def _lose(self, reason: str, state: LinkState, told: bool = False) -> None:
+        """Let the connection go; what is under way on it fails. `told`: no line is needed."""
+        reason = _OPERATIONS.sub("", reason)
         with self._changed:
             was = self._state
             if was is LinkState.CLOSED:
                 return
-            told, self._told = self._told == reason, reason
+            # A lost connection is tried again at once, and that says more: one line for both.
+            wait = was is LinkState.LIVE and state is LinkState.CONNECTING
+            lost, self._lost = self._lost, reason if wait else None
+            word = "lost" if lost is not None and state is LinkState.CONNECTING else state.value
             self._state = state
             self.problem = reason
         if was is LinkState.LIVE:
             self.count("lost")
-        if not told:
-            log.warning("link=%s %s: %s", self.lane, state.value, reason)
+        if not (told or wait):
+            self._warn(f"{word}: {reason}")
         self._drop_peer()
         if was is LinkState.LIVE:
             self._owner.link_changed(self)
+
+    def _warn(self, text: str) -> None:
+        """Log what has not been logged since it was live for long. Called by its thread."""
+        if text not in self._told:
+            if len(self._told) >= TOLD_MAX:
+                self._told.clear()
+            self._told.add(text)
+            log.warning("link=%s %s", self.lane, text)
 
     def _drop_peer(self) -> None:
         with self._changed:

@@ -27,6 +27,7 @@ from tierkv.storage.pool.envelope import (
     unpack,
 )
 from tierkv.storage.pool.index_verbs import (
+    ADDRESS_BYTES_MAX,
     FINGERPRINTS_MAX,
     LOOKUP_KEYS_MAX,
     NAME_BYTES_MAX,
@@ -57,6 +58,7 @@ from tierkv.storage.pool.page_verbs import (
 )
 
 __all__ = [
+    "ADDRESS_BYTES_MAX",
     "Answer",
     "AnyRequest",
     "Changes",
@@ -139,16 +141,16 @@ class Refusal:
     """FENCED: a later epoch of the sender's name. STALE: the answering node's epoch, or 0: greet
     it first."""
     text: str = ""
-    """REFUSED: why, one line. A stranger's: printable, for people only."""
+    """REFUSED: why, one line. FENCED: where the node of that epoch says it is. A stranger's:
+    printable, for people only."""
 
     def encode(self) -> bytes:
-        if self.status in (Status.FENCED, Status.STALE):
-            return _U64.pack(self.epoch)
-        if self.status is not Status.REFUSED:
-            return b""
+        fields = _U64.pack(self.epoch) if self.status in (Status.FENCED, Status.STALE) else b""
+        if self.status not in (Status.FENCED, Status.REFUSED):
+            return fields
         text = " ".join(self.text.split()).encode("utf-8", "replace")[:TEXT_BYTES_MAX]
         text = text.decode("utf-8", "ignore").encode("utf-8")
-        return _COUNT.pack(len(text)) + text
+        return fields + _COUNT.pack(len(text)) + text
 
     @classmethod
     def decode(cls, status: Status, body: BodyReader) -> Refusal:
@@ -156,7 +158,7 @@ class Refusal:
         epoch, text = 0, ""
         if status in (Status.FENCED, Status.STALE):
             (epoch,) = body.fields(_U64)
-        elif status is Status.REFUSED:
+        if status in (Status.FENCED, Status.REFUSED):
             (length,) = body.fields(_COUNT)
             raw = body.blob(bounded("bytes of text", length, 0, TEXT_BYTES_MAX))
             text = "".join(c if c.isprintable() else "?" for c in raw.decode("utf-8", "replace"))

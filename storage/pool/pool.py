@@ -33,10 +33,11 @@ from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.epoch import Epoch
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.members import Membership, open_membership
-from tierkv.storage.pool.messages import Hello, Refusal, Status
+from tierkv.storage.pool.messages import ADDRESS_BYTES_MAX, Hello, Refusal, Status
+from tierkv.storage.pool.notices import REPEAT_S, Notices
 from tierkv.storage.pool.opening import open_transport
 from tierkv.storage.pool.remote import PoolRemote
-from tierkv.storage.pool.roster import Roster, Standing
+from tierkv.storage.pool.roster import TWIN_S, Roster, Standing
 from tierkv.storage.pool.serving import PoolServer, Served
 from tierkv.storage.pool.status import (
     class_row,
@@ -86,6 +87,7 @@ class Pool:
         self._open_class = open_class
         self._declined = dict(declined or {})
         self._roster = Roster(self.own_name, clock)
+        self._notices = Notices(clock)
         self._server = PoolServer(self, config, clock)
         self._lock = threading.Lock()
         self._links: dict[Address, Link] = {}
@@ -191,15 +193,23 @@ class Pool:
 
     def hello(self) -> Hello:
         """What this node says of itself."""
-        return Hello(self.own_name, self.own_epoch, self.page_sizes(), self.leaving)
+        address = str(self._own_address).encode()[:ADDRESS_BYTES_MAX].decode("utf-8", "ignore")
+        return Hello(
+            self.own_name, self.own_epoch, self.page_sizes(), self.leaving, address=address
+        )
 
     def greeted(self, identity: PeerIdentity, hello: Hello) -> Hello | Refusal:
         """See Directory."""
         standing = self._judge(identity, hello)
         if standing is Standing.FENCED:
-            return Refusal(Status.FENCED, self._roster.epoch_of(hello.name))
-        if standing in (Standing.OWN_NAME, Standing.TOO_MANY):
-            return Refusal(Status.REFUSED, text=self._reason(standing, hello))
+            if (twins := self._twins(hello)) is not None:
+                self._notices.tell(twins, lasts_s=TWIN_S)
+            known = self._roster.epoch_of(hello.name)
+            return Refusal(Status.FENCED, known, self._roster.address_of(hello.name))
+        if standing not in (Standing.KNOWN, Standing.NEW_LIFE):
+            reason = self._reason(standing, hello)
+            self._notices.tell(reason, lasts_s=TWIN_S)
+            return Refusal(Status.REFUSED, text=reason)
         for link in self.links():
             if link.name == hello.name and link.epoch != hello.epoch:
                 link.greet_again()
@@ -254,9 +264,20 @@ class Pool:
         standing = self._judge(identity, hello)
         if standing in (Standing.KNOWN, Standing.NEW_LIFE):
             return None
-        return self._reason(standing, hello)
+        reason = self._reason(standing, hello)
+        if standing is Standing.OWN_NAME or reason == self._twins(hello):
+            self._notices.tell(reason, lasts_s=TWIN_S)
+        return reason
 
-    def fenced(self, epoch: int, told_by: str) -> None:
+    def told(self, text: str) -> bool:
+        """See LinkOwner and Directory."""
+        return self._notices.told(text)
+
+    def refused_by(self, link: Link, text: str) -> None:
+        """See LinkOwner."""
+        self._notices.tell(text, f"member={self.own_name} is refused by {link.lane}: {text}")
+
+    def fenced(self, epoch: int, told_by: str, address: str = "") -> None:
         """See LinkOwner."""
         with self._fencing:
             now = self._clock.monotonic()
@@ -273,15 +294,18 @@ class Pool:
                 log.error("pool member=%s epoch=%d fenced: %s", self.own_name, before, error)
                 return
             self._fences += 1
-        log.warning(
-            "pool member=%s: %s knows epoch %d of this name, this node was at %d: its state was "
-            "lost or set back, or another node has the same name; joining again with epoch %d",
-            self.own_name,
-            told_by,
-            epoch,
-            before,
-            after,
-        )
+        own = str(self._own_address)
+        if address not in ("", own):
+            # Nobody says here when the other one is gone: it is shown as long as it is told.
+            self._notices.tell(_two_nodes(self.own_name, own, address), lasts_s=REPEAT_S)
+        else:
+            # Two nodes of one name go above each other for ever: the epochs are no news then.
+            line = (
+                f"member={self.own_name}: {told_by} knows epoch {epoch} of this name, this node "
+                f"was at {before}: its state was lost or set back, or another node has the same "
+                f"name; joining again with epoch {after}"
+            )
+            self._notices.tell("a later epoch of this name", line)
         if self._started:
             self._membership.join(self._own_address, self.own_name, after)
         for link in self.links():
@@ -344,7 +368,7 @@ class Pool:
             "fences": self._fences,
             "leaving": self._leaving,
             "membership": self._membership.name,
-            "problem": self._membership.problem(),
+            "problem": "; ".join(self._problems()) or None,
             "settings": settings_row(self._config),
             "declined": dict(self._declined),
             "leases": lease_row(serving),
@@ -357,6 +381,7 @@ class Pool:
     def check(self) -> None:
         """Assert the invariants of every part. O(pages known + journals)."""
         self._roster.check()
+        self._notices.check()
         self._epoch.check()
         self._server.check()
         self.transport.check()
@@ -385,7 +410,7 @@ class Pool:
             )
 
     def _judge(self, identity: PeerIdentity, hello: Hello) -> Standing:
-        standing = self._roster.greet(hello.name, hello.epoch, identity.boot_token)
+        standing = self._roster.greet(hello.name, hello.epoch, identity.boot_token, hello.address)
         if standing is Standing.NEW_LIFE:
             # What its former life leased may still be read by nobody, or by its network card.
             self._server.drop_member(hello.name)
@@ -393,11 +418,25 @@ class Pool:
 
     def _reason(self, standing: Standing, hello: Hello) -> str:
         if standing is Standing.OWN_NAME:
-            return f"both nodes are called {hello.name}; give each member a name of its own"
+            return _two_nodes(hello.name, str(self._own_address), hello.address)
         if standing is Standing.TOO_MANY:
-            return f"{hello.name} is one member too many"
-        known = self._roster.epoch_of(hello.name)
-        return f"{hello.name} is at epoch {hello.epoch}, a later one ({known}) was seen already"
+            return f"{hello.name} is one member too many; make several pools"
+        # Without the epochs: a text that is always new is told without end.
+        return self._twins(hello) or (
+            f"{hello.name} came back with an earlier epoch; it hears of it and takes a later one"
+        )
+
+    def _twins(self, hello: Hello) -> str | None:
+        """That two nodes have this name; None when none but one was heard lately."""
+        other = self._roster.twin_of(hello.name)
+        if other is None:
+            return None
+        return _two_nodes(hello.name, self._roster.address_of(hello.name), other)
+
+    def _problems(self) -> list[str]:
+        """What is wrong now with who belongs to the pool, one line each."""
+        listed = self._membership.problem()
+        return ([] if listed is None else [listed]) + self._notices.lasting()
 
     def _members_changed(self) -> None:
         """Make and close links so that there is one a member. From any thread."""
@@ -450,6 +489,12 @@ class Pool:
         if before != now:
             for remote in remotes:
                 remote.link_changed(link, members=before[2:] != now[2:])
+
+
+def _two_nodes(name: str, one: str, other: str) -> str:
+    """The same words on every node that finds it out."""
+    where = " and ".join(sorted(each or "an unknown address" for each in (one, other)))
+    return f"two nodes are called {name}, {where}; give each member a pool.name of its own"
 
 
 def _close_links(links: Sequence[Link], left_s: Callable[[], float]) -> bool:

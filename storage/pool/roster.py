@@ -1,8 +1,9 @@
 """Which life of each member is the present one, and which process speaks for it.
 
-Owns the latest epoch seen under each name and the boot tokens that greeted. Knows neither links
-nor leases: whoever adds a new life is told that it is one, and forgets what belonged to the old.
-Used by pool.py, for members that greet this node and for those that it greets.
+Owns the latest epoch seen under each name, the boot tokens that greeted, and which of them are
+second nodes of one name. Knows neither links nor leases: whoever adds a new life is told that it is
+one, and forgets what belonged to the old. Used by pool.py, for members that greet this node and for
+those that it greets.
 
     a greeting (name, epoch, token)         becomes
     own name                                refused: two nodes of one name
@@ -10,16 +11,21 @@ Used by pool.py, for members that greet this node and for those that it greets.
     present epoch, present token            as before
     an earlier epoch, or the present one    fenced: it is told the present epoch and takes one
     from another process                    above it
+    a process that had to give its name     it gets it back with a later epoch; whoever had taken
+    away, greets again                      it is a twin from now on
+    a twin                                  refused, while the other was heard lately
 
-Invariants: the epoch of a name never falls; a boot token speaks for one name at most; one token a
-name. Bounded: past the limit whoever was not heard for FORGET_S makes way; where nobody was
-silent for so long the newcomer is refused. Thread-safe.
+A process does not come back once it has ended, and a restarted one is another: so two that greet by
+turns under one name are two living nodes. The one that was there first keeps it, else they would go
+above each other for ever. Invariants: the epoch of a name never falls; a boot token speaks for one
+name at most; one token a name. Bounded: past the limit whoever was not heard for FORGET_S makes
+way; where nobody was silent for so long the newcomer is refused. Thread-safe.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from tierkv.storage.clock import Clock, SystemClock
@@ -27,6 +33,11 @@ from tierkv.storage.clock import Clock, SystemClock
 NAMES_MAX = 1024
 FORGET_S = 3600.0
 """A name silent for so long may be forgotten, and its epoch with it, when there are too many."""
+TWIN_S = 30.0
+"""Silent for so long, a node has no claim to its name against another one any more. A twin is told
+of as long as it was heard in this time."""
+TWINS_MAX = 8
+"""Twins of one name that are known apart."""
 
 
 class Standing(Enum):
@@ -37,6 +48,7 @@ class Standing(Enum):
     """A life that was not known; what belonged to an older one of this name is void."""
     FENCED = "fenced"
     OWN_NAME = "own name"
+    TWIN = "twin"
     TOO_MANY = "too many members"
 
 
@@ -45,6 +57,13 @@ class _Life:
     epoch: int
     boot_token: bytes
     heard: float
+    address: str
+    former: bytes = b""
+    """The process that had the name before, if that was another one."""
+    rival: tuple[str, float] | None = None
+    """That process was heard after this life had begun: where it says it is, and when."""
+    twins: dict[bytes, tuple[str, float]] = field(default_factory=dict)
+    """Other nodes that use the name: where they say they are, and when they were last heard."""
 
 
 class Roster:
@@ -57,28 +76,29 @@ class Roster:
         self._lives: dict[str, _Life] = {}
         self._names: dict[bytes, str] = {}
 
-    def greet(self, name: str, epoch: int, boot_token: bytes) -> Standing:
-        """Judge a greeting and remember it when it is good."""
+    def greet(self, name: str, epoch: int, boot_token: bytes, address: str = "") -> Standing:
+        """Judge a greeting and remember it when it is good. `address`: where it says it is."""
         if name == self._own_name:
             return Standing.OWN_NAME
         now = self._clock.monotonic()
         with self._lock:
             known = self._lives.get(name)
-            if known is not None:
-                same = known.boot_token == boot_token
-                if epoch < known.epoch or (epoch == known.epoch and not same):
-                    return Standing.FENCED
-                known.heard = now
-                if epoch == known.epoch:
-                    # It may have called itself otherwise in between.
-                    self._names[boot_token] = name
-                    return Standing.KNOWN
+            if known is None:
+                if len(self._lives) >= NAMES_MAX and not self._make_way(now):
+                    return Standing.TOO_MANY
+                life = _Life(epoch, boot_token, now, address)
+            else:
+                standing = _against(known, epoch, boot_token, address, now)
+                if standing is not Standing.NEW_LIFE:
+                    if standing is Standing.KNOWN:
+                        # It may have called itself otherwise in between.
+                        self._names[boot_token] = name
+                    return standing
                 self._names.pop(known.boot_token, None)
-            elif len(self._lives) >= NAMES_MAX and not self._make_way(now):
-                return Standing.TOO_MANY
+                life = _next_life(known, epoch, boot_token, address, now)
             # A process that calls itself otherwise now speaks for its former name no more.
             self._names.pop(boot_token, None)
-            self._lives[name] = _Life(epoch, boot_token, now)
+            self._lives[name] = life
             self._names[boot_token] = name
             return Standing.NEW_LIFE
 
@@ -87,6 +107,29 @@ class Roster:
         with self._lock:
             life = self._lives.get(name)
             return life.epoch if life is not None else 0
+
+    def address_of(self, name: str) -> str:
+        """Where the present life of a name says it is; empty when that is not known."""
+        with self._lock:
+            life = self._lives.get(name)
+            return life.address if life is not None else ""
+
+    def twin_of(self, name: str) -> str | None:
+        """Where another node of that name says it is; None when none was heard in TWIN_S."""
+        now = self._clock.monotonic()
+        with self._lock:
+            life = self._lives.get(name)
+            found = [] if life is None else [*life.twins.values()]
+            if life is not None and life.rival is not None:
+                found.append(life.rival)
+        return next((address for address, heard in found if now - heard < TWIN_S), None)
+
+    def heard_lately(self, name: str) -> bool:
+        """Whether the present life of a name said something in the last TWIN_S."""
+        now = self._clock.monotonic()
+        with self._lock:
+            life = self._lives.get(name)
+            return life is not None and now - life.heard < TWIN_S
 
     def member_of(self, boot_token: bytes) -> tuple[str, int] | None:
         """Name and epoch of the member that this process is; None: it has not greeted."""
@@ -115,3 +158,39 @@ class Roster:
             assert self._own_name not in self._lives, "a peer with this node's name"
             for token, name in self._names.items():
                 assert self._lives[name].boot_token == token, f"an old token speaks for {name}"
+            for name, life in self._lives.items():
+                assert life.boot_token not in life.twins, f"{name} is its own twin"
+                assert len(life.twins) <= TWINS_MAX, len(life.twins)
+
+
+def _against(known: _Life, epoch: int, boot_token: bytes, address: str, now: float) -> Standing:
+    """What a greeting under a known name is worth; notes who was heard."""
+    same = known.boot_token == boot_token
+    if boot_token in known.twins:
+        known.twins[boot_token] = (address, now)
+        if now - known.heard < TWIN_S:
+            return Standing.TWIN
+    elif boot_token == known.former:
+        # It lives, and so did the one that took its name: two nodes. It may take it back.
+        known.rival = (address, now)
+    if epoch < known.epoch or (epoch == known.epoch and not same):
+        return Standing.FENCED
+    if epoch > known.epoch:
+        return Standing.NEW_LIFE
+    known.heard, known.address = now, address
+    return Standing.KNOWN
+
+
+def _next_life(known: _Life, epoch: int, boot_token: bytes, address: str, now: float) -> _Life:
+    """The life that follows, of the same process or another; what is known of twins is kept."""
+    life = _Life(epoch, boot_token, now, address, twins=dict(known.twins))
+    if boot_token == known.boot_token:
+        life.former, life.rival = known.former, known.rival
+    elif boot_token == known.former:
+        while len(life.twins) >= TWINS_MAX:
+            del life.twins[min(life.twins, key=lambda token: life.twins[token][1])]
+        life.twins[known.boot_token] = (known.address, known.heard)
+    else:
+        life.former = known.boot_token
+        life.twins.pop(boot_token, None)
+    return life

@@ -111,6 +111,10 @@ class Directory(Protocol):
         when it has not greeted."""
         ...
 
+    def told(self, text: str) -> bool:
+        """Whether the pool has logged this very text lately."""
+        ...
+
     def reader(self, name: str) -> Peer | None:
         """This node's own connection to a member, to read from; None while there is none."""
         ...
@@ -419,7 +423,8 @@ class PoolServer:
         with self._changed:
             self._requests[verb] += 1
             self._answers[status] += 1
-        if isinstance(answer, Refusal) and status in (Status.REFUSED, Status.DAMAGED):
+        refused = isinstance(answer, Refusal) and status in (Status.REFUSED, Status.DAMAGED)
+        if isinstance(answer, Refusal) and refused and not self._directory.told(answer.text):
             now = self._clock.monotonic()
             with self._changed:
                 if now < self._warn_again:

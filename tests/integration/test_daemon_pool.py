@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +390,49 @@ def test_unequal_formats_are_told_once_by_each(
         assert len(told_by_link(daemon, "version")) == 1, daemon.lines()
 
 
+def test_two_nodes_of_one_name_are_told_once_by_each(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [f"127.0.0.{host}:{free_port(f'127.0.0.{host}')}" for host in (2, 3, 4)]
+    text = f"two nodes are called same, {addresses[1]} and {addresses[2]}"
+    key = key_in(folder)
+
+    def one(number: int, name: str) -> dict[str, Any]:
+        # Copied from the second node: the third one is in nobody's list.
+        members = [each for each in addresses[:2] if each != addresses[min(number, 1)]]
+        pool = {"listen": addresses[number], "members": members, "name": name, "key_file": key}
+        return {**pool, "heartbeat": "100ms"}
+
+    with ExitStack() as stack:
+
+        def start(number: int, name: str) -> Served:
+            return stack.enter_context(served(folder / str(number), one(number, name)))
+
+        both = [start(0, "first"), start(1, "same")]
+        for daemon in both:
+            daemon.await_serving()
+            await_member(daemon, capfd, lambda member: member["live"])
+        third = start(2, "same")
+        third.await_serving()
+        await_member(third, capfd, has(text))
+        for daemon in both:
+            await_true("told", lambda daemon=daemon: text in (told_of(daemon, capfd) or ""))
+            await_member(daemon, capfd, lambda member: member["live"])
+        # Some tries later nothing has changed.
+        fences = [daemon.status(capfd)[1]["fences"] for daemon in (*both, third)]
+        assert max(fences) <= 2, fences
+        await_member(third, capfd, has(text))
+    for daemon in (*both, third):
+        assert len([line for line in daemon.lines() if text in line]) == 1, daemon.lines()
+        assert len([line for line in daemon.lines() if "same" in line]) == 1, daemon.lines()
+
+
+def told_of(daemon: Served, capfd: pytest.CaptureFixture[str]) -> str | None:
+    """What is wrong with who belongs to the pool."""
+    problem: str | None = daemon.status(capfd)[1]["problem"]
+    return problem
+
+
 def test_a_member_without_an_address_is_told_once(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,7 +450,7 @@ def test_a_member_that_is_away_is_told_once(
 ) -> None:
     with served(folder, pair(folder, 0, ports)) as daemon:
         daemon.await_serving()
-        await_member(daemon, capfd, has("127.0.0.3"))
+        await_member(daemon, capfd, has("Connection refused"))
     assert len(daemon.lines()) == 1, daemon.lines()
 
 

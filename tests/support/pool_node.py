@@ -75,6 +75,9 @@ class PoolNode:
     def member_of(self, identity: PeerIdentity) -> tuple[str, int] | None:
         return self.known.get(identity.boot_token)
 
+    def told(self, text: str) -> bool:
+        return False
+
     def reader(self, name: str) -> Peer | None:
         self.on_reader()
         return self.peers.get(name)

@@ -93,6 +93,9 @@ class _OneMember:
         known, hello = self._member
         return (hello.name, hello.epoch) if known == identity else None
 
+    def told(self, text: str) -> bool:
+        return False
+
     def reader(self, name: str) -> Peer | None:
         return None
 

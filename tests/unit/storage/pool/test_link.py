@@ -79,6 +79,7 @@ class Owner:
     def __init__(self) -> None:
         self.own_epoch = 100
         self.fences: list[int] = []
+        self.refusals: list[str] = []
         self.changes = 0
         self.refusal: str | None = None
         self.sizes: tuple[int, ...] = (PAGE_BYTES,)
@@ -96,7 +97,13 @@ class Owner:
     def met(self, link: Link, identity: PeerIdentity, hello: Hello) -> str | None:
         return self.refusal
 
-    def fenced(self, epoch: int, told_by: str) -> None:
+    def refused_by(self, link: Link, text: str) -> None:
+        self.refusals.append(text)
+
+    def told(self, text: str) -> bool:
+        return False
+
+    def fenced(self, epoch: int, told_by: str, address: str) -> None:
         self.fences.append(epoch)
         self.own_epoch = max(self.own_epoch, epoch + 1)
 
@@ -314,3 +321,33 @@ def test_what_a_peer_gains_and_loses_is_known_by_heartbeat() -> None:
         far.put(keys[30:])
         there = [False] * 10 + [True] * 30
         until(lambda: near.remote.holds(keys) == there, lambda: near.remote.holds(keys))
+
+
+def test_a_lost_member_is_one_line_without_what_was_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with running_nodes(2, heartbeat_s=0.05, copy_after=NEVER, hot_after=NEVER) as nodes:
+        near, far = nodes
+        link = near.link(far)
+        caplog.clear()
+        far.stop()
+        until(lambda: "refused" in (link.problem or ""), lambda: link.problem)
+        # Some tries later it is still one line.
+        until(lambda: link.pause_s > 4 * PAUSE_S_MIN, lambda: link.pause_s)
+        told = [r.getMessage() for r in caplog.records if f"link={link.lane}" in r.getMessage()]
+    (line,) = told
+    assert line.startswith(f"link={link.lane} lost: Connection refused"), line
+
+
+def test_a_connection_lost_for_a_moment_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with running_nodes(2, heartbeat_s=0.05, copy_after=NEVER, hot_after=NEVER) as nodes:
+        near, far = nodes
+        link = near.link(far)
+        caplog.clear()
+        session = link.session()
+        assert session is not None
+        session.peer.close()
+        until(lambda: link.live and link.counts()["lost"] == 1, lambda: link.counts())
+        nodes.await_live()
+    told = [r.getMessage() for r in caplog.records if f"link={link.lane} was" in r.getMessage()]
+    assert len(told) == 1 and "was lost for a moment" in told[0], told

@@ -70,7 +70,7 @@ REQUESTS: dict[str, AnyRequest] = {
     "store": StoreAsk(5000, 1, (OfferedPage(SECOND, 8192, CHECKSUM),), 2000),
 }
 ANSWERS: dict[str, Answer] = {
-    "hello": Hello("b", 9, (5000,)),
+    "hello": Hello("b", 9, (5000,), address="10.0.0.2:7422"),
     "sync": SyncAnswer(
         False, (5000,), (Changes(5000, 3, 42, fingerprints(PRINTED), fingerprints()),)
     ),
@@ -146,7 +146,7 @@ def test_worked_example_answer(name: str) -> None:
 
 
 def test_worked_example_refusals() -> None:
-    fenced = Refusal(Status.FENCED, 12)
+    fenced = Refusal(Status.FENCED, 12, "10.0.0.3:7422")
     assert dumped("fenced") == write_answer(Verb.SYNC, fenced, 9, 7)
     assert read_answer(dumped("fenced"), REQUESTS["sync"])[1] == fenced
     refused = Refusal(Status.REFUSED, text="no key")

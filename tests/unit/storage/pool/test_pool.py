@@ -115,13 +115,14 @@ def test_two_nodes_of_one_name_refuse_each_other_and_serve_on() -> None:
     )
     try:
         until(
-            lambda: "both nodes are called twin" in (one.link(two).problem or ""),
+            lambda: "two nodes are called twin" in (one.link(two).problem or ""),
             lambda: one.link(two).problem,
         )
         assert one.link(two).state is LinkState.REFUSED and not one.link(two).live
         one.put(page_keys(1))
         assert take_content(one.store, page_keys(1)) == 1
-        assert "both nodes" in (one.remote.stats().degraded or "")
+        assert "two nodes" in (one.remote.stats().degraded or "")
+        assert "two nodes" in one.pool.status()["problem"]
     finally:
         one.stop()
         two.stop()

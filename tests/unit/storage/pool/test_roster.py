@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tierkv.storage.pool.roster import NAMES_MAX, Roster, Standing
+from tests.support.pool_nodes import OffsetClock
+from tierkv.storage.pool.roster import NAMES_MAX, TWIN_S, TWINS_MAX, Roster, Standing
 
 A, B, C = (bytes([n]) * 16 for n in range(3))
 SEED = 20261129
@@ -41,6 +42,39 @@ def test_an_earlier_life_is_fenced_and_so_is_another_process_of_the_same_epoch()
     assert roster.greet("you", 5, B) is Standing.FENCED
     assert roster.member_of(A) == ("you", 5) and roster.member_of(B) is None
     roster.check()
+
+
+def test_of_two_living_nodes_of_one_name_the_first_keeps_it() -> None:
+    clock = OffsetClock()
+    roster = Roster("me", clock)
+    roster.greet("you", 5, A, "first:1")
+    assert roster.greet("you", 9, B, "second:1") is Standing.NEW_LIFE, "a restart looks the same"
+    assert roster.twin_of("you") is None
+    assert roster.greet("you", 5, A, "first:1") is Standing.FENCED, "it lives: it may go above"
+    assert (roster.twin_of("you"), roster.address_of("you")) == ("first:1", "second:1")
+    assert roster.greet("you", 10, A, "first:1") is Standing.NEW_LIFE
+    assert (roster.twin_of("you"), roster.address_of("you")) == ("second:1", "first:1")
+    for epoch in (9, 10, 11, 99):
+        assert roster.greet("you", epoch, B, "second:1") is Standing.TWIN
+        assert roster.member_of(A) == ("you", 10) and roster.member_of(B) is None
+        roster.check()
+    # Its next life is not the twin's former one, so the twin stays what it is.
+    assert roster.greet("you", 12, C, "first:1") is Standing.NEW_LIFE
+    assert roster.greet("you", 99, B, "second:1") is Standing.TWIN
+    clock.offset_s += TWIN_S + 1
+    assert roster.twin_of("you") is None and not roster.heard_lately("you")
+    assert roster.greet("you", 99, B, "second:1") is Standing.NEW_LIFE, "the first is gone"
+    roster.check()
+
+
+def test_twins_of_one_name_are_bounded() -> None:
+    roster = Roster("me")
+    roster.greet("you", 1, A)
+    for number in range(3 * TWINS_MAX):
+        epoch = 10 * (number + 1)
+        assert roster.greet("you", epoch, number.to_bytes(16, "big") + A) is Standing.NEW_LIFE
+        assert roster.greet("you", epoch + 1, A) is Standing.NEW_LIFE
+        roster.check()
 
 
 def test_a_process_that_calls_itself_otherwise_speaks_for_one_name() -> None:
