@@ -40,6 +40,8 @@ POLL_S = 1.0
 TIMEOUT_S = 2.0
 BACKOFF_S = (0.1, 2.0)
 """First and longest pause after a request that failed; it doubles in between."""
+STUCK = 10
+"""So many times TIMEOUT_S is more than all requests of a turn may take."""
 VALUE_BYTES_MAX = 4096
 NAME_CHARS_MAX = 256
 _FORMAT = 1
@@ -119,6 +121,8 @@ class EtcdMembership(Membership):
         self._members: tuple[Address, ...] = ()
         self._problem: str | None = f"etcd {self._etcd.address}: has not answered yet"
         self._restarts = self._ignored = 0
+        self._began: float | None = None
+        """When the turn that is under way did."""
         # The thread's own.
         self._thread: threading.Thread | None = None
         self._on_change: Callable[[], None] = lambda: None
@@ -139,8 +143,9 @@ class EtcdMembership(Membership):
     ) -> None:
         assert self._thread is None, "started once"
         self._on_change, self._on_later_epoch = on_change, on_later_epoch
-        self._thread = threading.Thread(target=self._run, name="tierkv-pool-etcd", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="tierkv-pool-etcd", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def members(self) -> tuple[Address, ...]:
         with self._changed:
@@ -170,7 +175,11 @@ class EtcdMembership(Membership):
 
     def problem(self) -> str | None:
         with self._changed:
-            return self._problem
+            began, problem = self._began, self._problem
+        # The client's timeouts are from one byte to the next: an answer may take for ever.
+        if began is not None and self._clock.monotonic() - began > STUCK * self._timeout_s:
+            return f"etcd {self._etcd.address}: its answer has not come to its end; the list stays"
+        return problem
 
     @property
     def ignored(self) -> int:
@@ -202,7 +211,10 @@ class EtcdMembership(Membership):
                 self._woken = False
                 if self._stop:
                     break
+                self._began = self._clock.monotonic()
             failures = 0 if self._supervised_turn() else failures + 1
+            with self._changed:
+                self._began = None
             pause = min(BACKOFF_S[0] * 2 ** min(failures - 1, 10), BACKOFF_S[1])
             if not failures:
                 pause = min(self._poll_s, self._lease_s / 3)

@@ -31,8 +31,8 @@ class Listed:
 class EtcdKeys:
     """The keys under one prefix, by etcd's standard gateway. Not thread-safe.
 
-    Each method waits at most twice `timeout_s` (connecting, answering); TierIOError when etcd did
-    not do it, TierClosedError when `closed` was set.
+    Each method waits at most twice `timeout_s` (connecting, answering), and as long again for each
+    further byte; TierIOError when etcd did not do it, TierClosedError when `closed` was set.
     """
 
     def __init__(self, address: Address, prefix: str, timeout_s: float) -> None:
