@@ -129,6 +129,8 @@ class Link:
         """That the peer serves, as it said last."""
         self.problem: str | None = "not connected yet"
         """Why it is not LIVE; None while it is."""
+        self.complaint: str | None = None
+        """Why it takes no copies from this node, though it is LIVE; None when it does."""
         self.last_error: str | None = None
         """What failed last, however long ago."""
         self._owner = owner
@@ -238,6 +240,12 @@ class Link:
     def note_error(self, reason: str) -> None:
         """Remember what failed last, for status(); the connection may be sound."""
         self.last_error = reason
+
+    def refused(self, refusal: Refusal) -> None:
+        """Copies were not taken: for status(), and for the log now and then, if it said why."""
+        if refusal.status is Status.REFUSED:
+            self.complaint = refusal.text
+            self._owner.refused_by(self, refusal.text)
 
     def counts(self) -> Counter[str]:
         """Copy of the counters: pulled, pulled_bytes, pushed, pushed_bytes, corrupt, ..."""
@@ -359,6 +367,7 @@ class Link:
         if new:
             # Nothing that an earlier life held or was late with says anything about this one.
             self._follower.reset()
+            self.complaint = None
             self.breaker = _breaker(self._config, self._clock)
             self._owner.link_changed(self)
         self._follow()

@@ -54,6 +54,9 @@ FENCE_S_MAX = 60.0
 each other for ever, and end the leases of each other's readers each time. It doubles while they
 do, and falls back after ten times as long without."""
 READER_S = 1.0
+UNLISTED_S = 5.0
+"""For so long a member that nobody lists here may be one whose link is only being made."""
+UNLISTED_MAX = 64
 
 OpenClass = Callable[[int, float], bool]
 """(page size, seconds) -> whether this node has a store of that size now, attached here."""
@@ -88,6 +91,8 @@ class Pool:
         self._declined = dict(declined or {})
         self._roster = Roster(self.own_name, clock)
         self._notices = Notices(clock)
+        self._unlisted: dict[str, str] = {}
+        """Who offered copies and is in no list here, and what was said of it. Under `_lock`."""
         self._server = PoolServer(self, config, clock)
         self._lock = threading.Lock()
         self._links: dict[Address, Link] = {}
@@ -221,6 +226,22 @@ class Pool:
     def member_of(self, identity: PeerIdentity) -> tuple[str, int] | None:
         """See Directory."""
         return self._roster.member_of(identity.boot_token)
+
+    def unlisted(self, name: str) -> str | None:
+        """See Directory."""
+        if not self._is_unlisted(name):
+            return None
+        where = "pool.members" if self._membership.name == "static" else self._membership.name
+        text = (
+            f"{name} at {self._roster.address_of(name) or 'an unknown address'} is not in the "
+            f"members of {self.own_name}, which takes no copies from it; add it to {where} of "
+            f"{self.own_name}"
+        )
+        with self._lock:
+            if len(self._unlisted) < UNLISTED_MAX:
+                self._unlisted[name] = text
+        self._notices.tell(text, lasts_s=TWIN_S)
+        return text
 
     def reader(self, name: str) -> Peer | None:
         """See Directory. Waits READER_S at most for a link that is being made: a member that just
@@ -438,6 +459,27 @@ class Pool:
         listed = self._membership.problem()
         return ([] if listed is None else [listed]) + self._notices.lasting()
 
+    def _is_unlisted(self, name: str) -> bool:
+        """Whether a member that is heard has no link, nor one that may turn out to be its own."""
+        greeted_s = self._roster.greeted_s(name)
+        address = self._roster.address_of(name)
+        links = self.links()
+        if greeted_s is None or any(name == each.name or address == each.lane for each in links):
+            return False
+        return greeted_s > UNLISTED_S or all(each.name is not None for each in links)
+
+    def _look_at_unlisted(self) -> None:
+        """Go on telling of those that nobody lists here, while they are there."""
+        with self._lock:
+            unlisted = list(self._unlisted.items())
+        for name, text in unlisted:
+            if self._is_unlisted(name):
+                self._notices.tell(text, lasts_s=TWIN_S)
+                continue
+            self._notices.over(text)
+            with self._lock:
+                self._unlisted.pop(name, None)
+
     def _members_changed(self) -> None:
         """Make and close links so that there is one a member. From any thread."""
         wanted = set(self._membership.members())
@@ -471,6 +513,7 @@ class Pool:
         while not self._closing.wait(self._config.heartbeat_s):
             try:
                 self._server.expire()
+                self._look_at_unlisted()
                 for link in self.links():
                     self._look_at(link)
             except Exception:  # noqa: BLE001

@@ -323,11 +323,13 @@ class Pusher:
         else:
             self._release(leases)
             if isinstance(answer, Refusal):
+                link.refused(answer)
                 for copy in list(batch):
                     self._end(batch, copy, CopyEnd.REFUSED)
                 return
             moved = size * answer.outcomes.count(StoreOutcome.COMMITTED)
             link.breaker.succeeded()
+            link.complaint = None
         finally:
             self._writes.end(started, moved)
             link.writes.end(started, moved)

@@ -56,6 +56,7 @@ class Standing(Enum):
 class _Life:
     epoch: int
     boot_token: bytes
+    since: float
     heard: float
     address: str
     former: bytes = b""
@@ -86,7 +87,7 @@ class Roster:
             if known is None:
                 if len(self._lives) >= NAMES_MAX and not self._make_way(now):
                     return Standing.TOO_MANY
-                life = _Life(epoch, boot_token, now, address)
+                life = _Life(epoch, boot_token, now, now, address)
             else:
                 standing = _against(known, epoch, boot_token, address, now)
                 if standing is not Standing.NEW_LIFE:
@@ -124,12 +125,13 @@ class Roster:
                 found.append(life.rival)
         return next((address for address, heard in found if now - heard < TWIN_S), None)
 
-    def heard_lately(self, name: str) -> bool:
-        """Whether the present life of a name said something in the last TWIN_S."""
+    def greeted_s(self, name: str) -> float | None:
+        """For how long the present life of a name has been known here; None when it said nothing in
+        the last TWIN_S."""
         now = self._clock.monotonic()
         with self._lock:
             life = self._lives.get(name)
-            return life is not None and now - life.heard < TWIN_S
+            return None if life is None or now - life.heard >= TWIN_S else now - life.since
 
     def member_of(self, boot_token: bytes) -> tuple[str, int] | None:
         """Name and epoch of the member that this process is; None: it has not greeted."""
@@ -183,7 +185,7 @@ def _against(known: _Life, epoch: int, boot_token: bytes, address: str, now: flo
 
 def _next_life(known: _Life, epoch: int, boot_token: bytes, address: str, now: float) -> _Life:
     """The life that follows, of the same process or another; what is known of twins is kept."""
-    life = _Life(epoch, boot_token, now, address, twins=dict(known.twins))
+    life = _Life(epoch, boot_token, now, now, address, twins=dict(known.twins))
     if boot_token == known.boot_token:
         life.former, life.rival = known.former, known.rival
     elif boot_token == known.former:

@@ -119,6 +119,11 @@ class Directory(Protocol):
         """This node's own connection to a member, to read from; None while there is none."""
         ...
 
+    def unlisted(self, name: str) -> str | None:
+        """One line, logged already, when a member that greeted is in no list of this node; None
+        when it is listed or may be."""
+        ...
+
     def open_class(self, page_bytes: int, timeout_s: float) -> Served | None:
         """Have a page size opened, and added here; None when it cannot be."""
         ...
@@ -395,6 +400,9 @@ class PoolServer:
         if self._directory.leaving:
             return Refusal(Status.LEAVING)
         peer = self._directory.reader(name)
+        if peer is None and (text := self._directory.unlisted(name)) is not None:
+            # Its pages are not to be had from here. FAILED would tell it nothing.
+            return Refusal(Status.REFUSED, text=text)
         if peer is None or peer.identity != identity:
             # Not connected, or to another life of that member: its offsets would mean nothing.
             return self._stored_as((StoreOutcome.FAILED,) * len(ask.pages))

@@ -42,7 +42,7 @@ def member_row(link: Link) -> dict[str, Any]:
         "corrupt_pages": counts["corrupt"],
         "expired_leases": counts["expired"],
         "connections_lost": counts["lost"],
-        "problem": link.problem,
+        "problem": link.problem or link.complaint,
         "last_error": link.last_error,
     }
 

@@ -427,6 +427,42 @@ def test_two_nodes_of_one_name_are_told_once_by_each(
         assert len([line for line in daemon.lines() if "same" in line]) == 1, daemon.lines()
 
 
+def test_a_member_that_others_do_not_list_is_told_once_by_each(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    addresses = [f"127.0.0.{host}:{free_port(f'127.0.0.{host}')}" for host in (2, 3)]
+    nobody = f"127.0.0.4:{free_port('127.0.0.4')}"
+    text = f"guest at {addresses[1]} is not in the members of home"
+
+    def one(number: int, name: str, member: str) -> dict[str, Any]:
+        pool = {"listen": addresses[number], "members": [member], "name": name}
+        return {**pool, "key_file": key_in(folder / str(number)), "heartbeat": "100ms"}
+
+    with (
+        served(folder / "0", one(0, "home", nobody)) as home,
+        served(folder / "1", one(1, "guest", addresses[0])) as guest,
+    ):
+        for daemon in (home, guest):
+            daemon.await_serving()
+        await_member(guest, capfd, lambda member: member["live"])
+        numbers = iter(range(100, 10_000))
+        with Client(guest.path, PAGE_BYTES) as client:
+            assert client.wait_connected(START_S)
+
+            def refused() -> bool:
+                put_store(client, [page_key(next(numbers)) for _ in range(3)])
+                _, pool = guest.status(capfd)
+                return text in (pool["members"][0]["problem"] or "")
+
+            await_true("the guest hears why", refused)
+            await_true("more is refused", refused)
+        await_true("told", lambda: text in (told_of(home, capfd) or ""))
+        assert (await_member(guest, capfd, has(text)))["live"]
+    for daemon in (home, guest):
+        assert len([line for line in daemon.lines() if "guest" in line]) == 1, daemon.lines()
+        assert len([line for line in daemon.lines() if text in line]) == 1, daemon.lines()
+
+
 def told_of(daemon: Served, capfd: pytest.CaptureFixture[str]) -> str | None:
     """What is wrong with who belongs to the pool."""
     problem: str | None = daemon.status(capfd)[1]["problem"]

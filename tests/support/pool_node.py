@@ -78,6 +78,9 @@ class PoolNode:
     def told(self, text: str) -> bool:
         return False
 
+    def unlisted(self, name: str) -> str | None:
+        return None
+
     def reader(self, name: str) -> Peer | None:
         self.on_reader()
         return self.peers.get(name)

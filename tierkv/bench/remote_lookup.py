@@ -96,6 +96,9 @@ class _OneMember:
     def told(self, text: str) -> bool:
         return False
 
+    def unlisted(self, name: str) -> str | None:
+        return None
+
     def reader(self, name: str) -> Peer | None:
         return None
 

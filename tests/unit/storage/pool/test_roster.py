@@ -62,7 +62,7 @@ def test_of_two_living_nodes_of_one_name_the_first_keeps_it() -> None:
     assert roster.greet("you", 12, C, "first:1") is Standing.NEW_LIFE
     assert roster.greet("you", 99, B, "second:1") is Standing.TWIN
     clock.offset_s += TWIN_S + 1
-    assert roster.twin_of("you") is None and not roster.heard_lately("you")
+    assert roster.twin_of("you") is None and roster.greeted_s("you") is None
     assert roster.greet("you", 99, B, "second:1") is Standing.NEW_LIFE, "the first is gone"
     roster.check()
 
