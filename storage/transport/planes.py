@@ -151,9 +151,10 @@ class NegotiatedTransport(Transport):
         with self._lock:
             self._closed = True
             peers, self._peers = self._peers, []
-        self._worker.close()
         problems: list[TierKVError] = []
-        ends: list[NegotiatedPeer | DataPlane | Transport] = [*peers, *self._planes, self._tcp]
+        ends: list[NegotiatedPeer | Worker | DataPlane | Transport]
+        # Peers before the worker: what it asks of one ends at once then.
+        ends = [*peers, self._worker, *self._planes, self._tcp]
         for end in ends:
             try:
                 end.close()

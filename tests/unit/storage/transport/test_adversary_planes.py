@@ -11,6 +11,7 @@ from tests.unit.storage.transport.fake_plane import FakePeer, FakePlane
 from tests.unit.storage.transport.scripted import KEY, LIMIT_S
 from tests.unit.storage.transport.test_planes import LIMITS, PAGE, pair, read_page, read_until
 from tests.unit.storage.transport.transport_conformance import content, destinations, echo
+from tierkv.storage.transport import negotiated_peer, plane_worker
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead
 from tierkv.storage.transport.negotiated_peer import FAILURES_MAX, NegotiatedPeer
 from tierkv.storage.transport.plane import PlanePeer
@@ -62,8 +63,11 @@ class OddPlane(FakePlane):
         self.hanging = Hanging()
         self.offers = threading.Event()
         self.offers.set()
+        self.asking = threading.Semaphore(0)
+        """Questions for its offer."""
 
     def offer(self) -> bytes:
+        self.asking.release()
         assert self.offers.wait(LIMIT_S)
         return super().offer()
 
@@ -159,3 +163,21 @@ def test_counters_never_count_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     with pair([ours], [OddPlane()]) as (_, peer):
         assert peer.transport == "fake" and seen == [0, 0]
         assert read_page(peer) is OK and peer.stats().pages_ok == 1
+
+
+def test_h1_closing_interrupts_a_question_for_offers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(negotiated_peer, "NEGOTIATE_S", LIMIT_S)
+    monkeypatch.setattr(plane_worker, "STOP_S", 0.5)
+    theirs = OddPlane()
+    theirs.offers.clear()
+    with NegotiatedTransport(KEY, planes=[theirs], limits=LIMITS) as server:
+        server.register(memoryview(content()))
+        with NegotiatedTransport(KEY, planes=[OddPlane()], limits=LIMITS) as client:
+            peer = client.connect(*server.listen("127.0.0.1", 0, echo), 0.2)
+            assert read_page(peer) is OK
+            assert theirs.asking.acquire(timeout=LIMIT_S)
+            assert theirs.asking.acquire(timeout=LIMIT_S), "the worker asks once more"
+        theirs.offers.set()
+    assert "planes worker=did not end" not in caplog.messages

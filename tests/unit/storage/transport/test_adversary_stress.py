@@ -12,15 +12,18 @@ import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.unit.storage.transport.scripted import KEY
 from tests.unit.storage.transport.test_nixl import nixl
+from tests.unit.storage.transport.test_tcp import make_contexts
 from tierkv.storage.errors import TierError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.planes import NegotiatedTransport
-from tierkv.storage.transport.stream import PlainStream
+from tierkv.storage.transport.stream import PlainStream, Stream, TlsStream
+from tierkv.storage.transport.tcp import TlsContexts
 
 OK = PageOutcome.OK
 LIMIT_S = 30.0
@@ -44,7 +47,7 @@ class Manners:
         self.rude = False
         self._go.set()
 
-    def before_pages(self, stream: PlainStream) -> None:
+    def before_pages(self, stream: Stream) -> None:
         with self._lock:
             dice = self._random.random()
             pause_s = self._random.uniform(0.001, 0.1)
@@ -61,9 +64,10 @@ class Manners:
 class Node:
     """The peer: it restarts, and a fixed share of its answers come as Manners say."""
 
-    def __init__(self, seed: int, planes: bool) -> None:
+    def __init__(self, seed: int, planes: bool, tls: TlsContexts | None) -> None:
         self._random = random.Random(seed)
         self._planes = planes
+        self._tls = tls
         self.memory = bytearray(random.Random(seed + 1).randbytes(SIZE))
         self.manners = Manners(seed + 2)
         self.address = ("127.0.0.1", 0)
@@ -71,7 +75,7 @@ class Node:
 
     def _open(self) -> NegotiatedTransport:
         planes = [nixl(LIMITS)] if self._planes else []
-        transport = NegotiatedTransport(KEY, planes=planes, limits=LIMITS)
+        transport = NegotiatedTransport(KEY, planes=planes, limits=LIMITS, tls=self._tls)
         transport.register(memoryview(self.memory))
         self.address = transport.listen(*self.address, lambda _, message: message)
         return transport
@@ -194,21 +198,30 @@ def ours() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith("tierkv-")}
 
 
-def rampage(monkeypatch: pytest.MonkeyPatch, planes: bool, seconds: float, seed: int) -> None:
+def rampage(
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    seed: int,
+    *,
+    planes: bool = False,
+    tls: TlsContexts | None = None,
+) -> None:
     print(f"seed {seed}")
-    node = Node(seed, planes)
-    send = PlainStream.send
+    node = Node(seed, planes, tls)
+    kind = PlainStream if tls is None else TlsStream
+    send = kind.send
 
-    def rude(stream: PlainStream, buffers: list[bytes], *limits: float, **named: float) -> None:
+    def rude(stream: Any, buffers: list[bytes], *limits: float, **named: float) -> None:
         if len(buffers) > 1:
             node.manners.before_pages(stream)
         send(stream, buffers, *limits, **named)
 
-    monkeypatch.setattr(PlainStream, "send", rude)
+    monkeypatch.setattr(kind, "send", rude)
     failures: list[BaseException] = []
     with ExitStack() as stack:
         own = [nixl(LIMITS)] if planes else []
-        client = stack.enter_context(NegotiatedTransport(KEY, planes=own, limits=LIMITS))
+        client = NegotiatedTransport(KEY, planes=own, limits=LIMITS, tls=tls)
+        stack.enter_context(client)
         links = [Link(client, node) for _ in range(LINKS)]
         readers = [Reader(seed + n, node, links[n % LINKS]) for n in range(READERS)]
         until = time.monotonic() + seconds
@@ -246,35 +259,36 @@ def rampage(monkeypatch: pytest.MonkeyPatch, planes: bool, seconds: float, seed:
     assert pages and all(reader.reads for reader in readers)
 
 
-def nothing_left(threads: set[str], open_before: int) -> None:
+def nothing_left(threads: set[str], open_before: int | None = None) -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("tierkv-") and thread.name not in threads:
             thread.join(LIMIT_S)
     assert ours() <= threads
-    assert descriptors() <= open_before
+    assert open_before is None or descriptors() <= open_before
 
 
-def test_stress_without_planes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_stress_without_planes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tls: bool) -> None:
+    contexts = make_contexts(tmp_path) if tls else None
     threads, before = ours(), descriptors()
-    rampage(monkeypatch, planes=False, seconds=3.0, seed=random.randrange(1 << 30))
+    rampage(monkeypatch, 1.5, random.randrange(1 << 30), tls=contexts)
     nothing_left(threads, before)
 
 
 def test_stress_with_nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    nixl().close()
+    # What UCX opens for a process stays.
     threads = ours()
-    rampage(monkeypatch, planes=True, seconds=2.0, seed=random.randrange(1 << 30))
-    for thread in threading.enumerate():
-        if thread.name.startswith("tierkv-") and thread.name not in threads:
-            thread.join(LIMIT_S)
-    assert ours() <= threads
+    rampage(monkeypatch, 1.5, random.randrange(1 << 30), planes=True)
+    nothing_left(threads)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("planes", [False, True], ids=["tcp", "nixl"])
-def test_stress_for_long(monkeypatch: pytest.MonkeyPatch, planes: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "tls", "nixl"])
+def test_stress_for_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    contexts = make_contexts(tmp_path) if kind == "tls" else None
     for _ in range(10):
         threads = ours()
         with monkeypatch.context() as patched:
-            rampage(patched, planes=planes, seconds=10.0, seed=random.randrange(1 << 30))
-        assert ours() <= threads
+            seed = random.randrange(1 << 30)
+            rampage(patched, 10.0, seed, planes=kind == "nixl", tls=contexts)
+        nothing_left(threads)
