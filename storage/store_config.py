@@ -104,13 +104,13 @@ class StoreConfig:
                 f"open store: page_bytes is {self.page_bytes}, expected at least 1; "
                 "set it to the size of one page's keys and values"
             )
-        sizes = [("host_bytes", self.host_bytes, HostTier.capacity_for(self.page_bytes, 1))]
+        sizes = [("host", self.host_bytes, HostTier.capacity_for(self.page_bytes, 1))]
         if self.nvme_root is not None:
             needed = NvmeTier.capacity_for(self.page_bytes, 1)
-            sizes.append(("nvme_bytes", self.nvme_bytes, needed))
+            sizes.append(("nvme", self.nvme_bytes, needed))
         for name, size, needed in sizes:
             if size < needed:
                 raise CapacityError(
-                    f"open store: {name} is {size}, one page of {self.page_bytes} bytes needs "
-                    f"at least {needed}; raise {name}"
+                    f"open store: {name} gets {size} bytes, one page of {self.page_bytes} bytes "
+                    f"needs at least {needed}; give {name} more"
                 )

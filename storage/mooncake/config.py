@@ -83,7 +83,8 @@ class MooncakeConfig:
         return self.protocol != "tcp" if self.register_arena is None else self.register_arena
 
     def validate(self) -> None:
-        """Raise ConfigError for what cannot work. Resolves and opens nothing."""
+        """Raise ConfigError for what cannot work, in the words of the user's file. Resolves and
+        opens nothing."""
         assert self.master_address
         if self.protocol not in PROTOCOLS:
             raise ConfigError(
@@ -93,7 +94,7 @@ class MooncakeConfig:
             raise ConfigError("mooncake: address and metadata must not be empty; set both")
         if self.segment_bytes < 0:
             raise ConfigError(
-                f"mooncake: segment_bytes is {self.segment_bytes}, expected at least 0"
+                f"mooncake: segment is {self.segment_bytes} bytes, expected at least 0"
             )
         for name in (
             "local_buffer_bytes",
@@ -119,4 +120,7 @@ class MooncakeConfig:
             "breaker_open_s",
         ):
             if not 0 < (seconds := getattr(self, name)) <= 3600:
-                raise ConfigError(f"mooncake: {name} is {seconds}, expected above 0 and up to 3600")
+                key = name.removesuffix("_s")
+                raise ConfigError(
+                    f"mooncake: {key} is {seconds:g} s, expected above 0 and up to 3600 s"
+                )

@@ -121,7 +121,8 @@ class PoolConfig:
         return self.name or str(self.own_address)
 
     def validate(self) -> None:
-        """Raise ConfigError for what cannot work. Resolves and opens nothing."""
+        """Raise ConfigError for what cannot work, in the words of the user's file. Resolves and
+        opens nothing."""
         self._check_members()
         self._check_security()
         for name in ("replicas", "hot_replicas", "copy_after", "hot_after", "batch_pages"):
@@ -134,7 +135,7 @@ class PoolConfig:
         if self.breaker_failures < 1 or not 0 < self.breaker_open_s <= 600:
             raise ConfigError(
                 f"pool: breaker_failures is {self.breaker_failures}, expected at least 1, and "
-                f"breaker_open_s {self.breaker_open_s}, expected above 0 and up to 600"
+                f"breaker_open {self.breaker_open_s:g} s, expected above 0 and up to 600 s"
             )
         if self.hot_replicas < self.replicas or self.hot_after < self.copy_after:
             raise ConfigError(
@@ -143,17 +144,23 @@ class PoolConfig:
             )
         for name in ("host_share", "nvme_share"):
             if not 0 <= (share := getattr(self, name)) <= 1:
-                raise ConfigError(f"pool: {name} is {share}, expected 0 to 1")
+                raise ConfigError(f"pool: {name} is {share * 100:g}%, expected 0% to 100%")
         for name in ("heartbeat_s", "suspect_s", "connect_s", "lease_s", "transfer_s", "store_s"):
             if not 0 < (value := getattr(self, name)) <= 600:
-                raise ConfigError(f"pool: {name} is {value}, expected above 0 and up to 600")
+                raise ConfigError(
+                    f"pool: {_key(name)} is {value:g} s, expected above 0 and up to 600 s"
+                )
         if self.suspect_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"pool: suspect_s is {self.suspect_s}, expected at least two heartbeats of "
-                f"{self.heartbeat_s} s"
+                f"pool: suspect is {self.suspect_s:g} s, expected at least two heartbeats, and "
+                f"heartbeat is {self.heartbeat_s:g} s"
             )
         if self.rebalance_bytes_per_s < 0 or min(self.pull_pages, self.push_pages) < 1:
-            raise ConfigError("pool: rebalance_bytes_per_s, pull_pages and push_pages are too low")
+            raise ConfigError(
+                f"pool: rebalance is {self.rebalance_bytes_per_s} B/s, expected at least 0; "
+                f"pull_pages is {self.pull_pages} and push_pages {self.push_pages}, "
+                "expected at least 1"
+            )
 
     def _check_members(self) -> None:
         name = self.own_name
@@ -204,6 +211,11 @@ class PoolConfig:
                 f"pool: listen {self.listen} is all interfaces; name one address, or set "
                 "any_interface"
             )
+
+
+def _key(name: str) -> str:
+    """What a user calls a field: a value has its unit there, and its name has none."""
+    return name.removesuffix("_s")
 
 
 def _is_wildcard(host: str) -> bool:

@@ -227,7 +227,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "both": ({"open_pool": "true"}, "both a key and open_pool"),
     "half of tls": ({"tls_key": "/no/such/key"}, "all three of them"),
     "replicas": ({"replicas": "3"}, "hot_replicas 2"),
-    "suspect": ({"suspect": "100ms"}, "at least two heartbeats"),
+    "suspect": ({"suspect": "100ms"}, "suspect is 0.1 s, expected at least two heartbeats"),
+    "lease": ({"lease": "1h"}, "lease is 3600 s, expected above 0 and up to 600 s"),
 }
 
 

@@ -187,14 +187,15 @@ class DaemonConfig:
         ):
             if share is not None and not 0 < share <= max(whole, 1):
                 raise CapacityError(
-                    f"daemon: {name}_class_bytes is {share}, expected 1 to {name}_bytes ({whole})"
+                    f"daemon: {name}.class_size is {share} bytes, expected 1 to {name}.size, "
+                    f"{whole} bytes"
                 )
         if self.host_bytes < 1:
-            raise CapacityError(f"daemon: host_bytes is {self.host_bytes}; raise it")
+            raise CapacityError(f"daemon: host.size is {self.host_bytes} bytes; raise it")
         if self.cache_root is not None and self.nvme_bytes < 1:
             raise CapacityError(
-                f"daemon: cache_root is {self.cache_root} but nvme_bytes is {self.nvme_bytes}; "
-                "raise nvme_bytes or leave cache_root out"
+                f"daemon: nvme.directory is {self.cache_root}, but nvme.size is "
+                f"{self.nvme_bytes} bytes; raise nvme.size or leave the directory out"
             )
 
     def _check_ranges(self) -> None:

@@ -99,8 +99,8 @@ def test_r2_accounting_is_recovered_before_the_first_write(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"host_bytes": 100}, "host_bytes is 100"),
-        ({"nvme_bytes": 0}, "nvme_bytes is 0"),
+        ({"host_bytes": 100}, "host gets 100 bytes.*give host more"),
+        ({"nvme_bytes": 0}, "nvme gets 0 bytes"),
     ],
 )
 def test_a_budget_below_one_page_names_its_setting_and_creates_nothing(

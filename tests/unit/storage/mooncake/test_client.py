@@ -237,9 +237,9 @@ def test_h1_a_trial_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"master": ":50051"}, "is not host:port"),
         ({"protocol": "udp"}, "expected one of tcp, rdma"),
         ({"address": ""}, "must not be empty"),
-        ({"segment_bytes": -1}, "segment_bytes is -1"),
+        ({"segment_bytes": -1}, "segment is -1 bytes"),
         ({"batch_pages": 0}, "batch_pages is 0"),
-        ({"call_s": 0.0}, "call_s is 0.0"),
+        ({"call_s": 0.0}, "call is 0 s"),
         ({"known_s": 4000.0}, "up to 3600"),
     ],
 )
