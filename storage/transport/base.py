@@ -163,7 +163,11 @@ class PeerRead:
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when done, from the thread that ends the read; at once when it
-        is done already. What it raises is logged."""
+        is done already. What it raises is logged.
+
+        To be brief: the thread may be the one that ends other reads at their deadlines, or a
+        taker's. It may call anything here, close() too.
+        """
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
