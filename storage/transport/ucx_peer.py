@@ -4,16 +4,16 @@ Owns the reads of one peer, a UCX worker, and the lane, the connection they go o
 `_drive` touches worker and lane, nobody else. That is the peer's thread, which opens a lane for the
 first read, replaces it when it broke and sees to deadlines; but where nobody drives, read() asks
 the peer itself, and who takes the only read under way moves its bytes itself. That saves two
-changes of thread. The thread sleeps meanwhile, on the worker's events unless a taker drives, so
-that a read goes on though nobody takes it. The worker stays when a lane goes, since ucxx never
-frees one in which a transfer was broken off half way.
+changes of thread. The thread sleeps meanwhile and looks every LOOK_S, so that a read goes on though
+nobody takes it. The worker stays when a lane goes, since ucxx never frees one in which a transfer
+was broken off half way.
 
 Invariants: every accepted job is queued, posted or ended exactly once; a posted job ends only when
 the lane said that its pages are complete, or was aborted and settled; a job that was posted on a
 lane which others broke is asked for again on the next; while something is posted or queued and
-nobody drives, the thread has been woken or watches the worker, and it wakes before each deadline;
-a taker drives for no longer than it may wait, and no longer than its read is the only one; lanes
-are opened and dropped by the thread alone. Called by ucx.py.
+nobody drives, the thread watches the worker, or will look within LOOK_S, and it wakes before each
+deadline; a taker drives for no longer than it may wait, and no longer than its read is the only
+one; lanes are opened and dropped by the thread alone. Called by ucx.py.
 
     job state   who writes to its views   leaves by
     QUEUED      nobody                    posted -> POSTED; deadline, close, no lane -> ENDED
@@ -41,17 +41,16 @@ from tierkv.storage.transport.ucx_library import UcxWorker, Waker
 from tierkv.storage.transport.ucx_reads import Job, UcxRead
 from tierkv.storage.transport.ucx_wire import NO_LANE, Offer
 
-ASKED_S = 0.001
-"""So soon a read() that drives has asked."""
 POSTED_MAX = 4
 """Reads under way at once: enough that the peer never waits for the next request."""
 LANES_MAX = 2
 """Lanes that may break under a read before it is given up."""
 BUSY_WAIT_S = 0.1
 """UCX may miss a wake-up; while something is under way it is asked so often all the same."""
-LOOK_FOR_S = 2.0
-"""After a read the thread goes on looking every BUSY_WAIT_S, so that the next one need not wake
-it."""
+LOOK_S = 0.002
+"""How often the thread looks, for LOOK_FOR_S after the last read, whether there is one that nobody
+takes. So a read wakes nobody: a thread that is woken gets in its taker's way."""
+LOOK_FOR_S = 0.1
 SETTLE_WAIT_S = 0.01
 IDLE_WAIT_S = 5.0
 STOP_S = 5.0
@@ -116,6 +115,10 @@ class UcxPeer(PlanePeer):
         """What broke the lane. The thread deals with it."""
         self._driven = False
         """Whether it is a taker who drives."""
+        self._expect_until = -math.inf
+        """Until then somebody may still come to take the only read."""
+        self._turn_due = 0.0
+        """When the worker is looked at though nothing is under way."""
         self._wakes_at = math.inf
         """When the thread's sleep ends by itself."""
         self._changed = threading.Condition()
@@ -204,8 +207,13 @@ class UcxPeer(PlanePeer):
             finally:
                 self._drive.release()
         if not begun or self._queue:
-            self._waker.wake()
+            self._call_thread()
             self._call_off.wake()
+
+    def _call_thread(self) -> None:
+        """Have the thread drive, at once."""
+        self._expect_until = -math.inf
+        self._waker.wake()
 
     def _begin_first(self, job: Job) -> bool:
         """Ask for a job that waits for no other. False when the thread is to be woken."""
@@ -213,13 +221,16 @@ class UcxPeer(PlanePeer):
         with self._changed:
             usable = self._lane_ready and self._fault is None and not self._closing
             first = len(self._queue) == 1 and self._queue[0] is job
-            asleep = self._wakes_at > min(now + BUSY_WAIT_S, job.deadline)
-            full = len(self._posted) >= POSTED_MAX
+            asleep = self._wakes_at > min(now + LOOK_S, job.deadline)
+            alone, full = not self._posted, len(self._posted) >= POSTED_MAX
         if lane is None or not usable or not first or full:
             return False
         self._post(lane, now)
-        self._waker.watch(lane.worker)
-        return lane.worker.arm() and not asleep
+        if alone:
+            self._expect_until = min(now + LOOK_S, job.deadline)
+        if asleep:
+            self._waker.wake()
+        return alone
 
     def _assist(self, read: UcxRead, timeout_s: float) -> float:
         """Move the bytes of `read` in the thread that waits for it, if it is the only one under
@@ -239,7 +250,7 @@ class UcxPeer(PlanePeer):
             self._driven = False
             self._drive.release()
             if job is not None and (outcomes is None or self._posted or self._queue):
-                self._waker.wake()
+                self._call_thread()
         if job is not None:
             try:
                 if outcomes is not None:
@@ -341,11 +352,12 @@ class UcxPeer(PlanePeer):
     def check(self) -> None:
         with self._changed:
             queued, posted = len(self._queue), len(self._posted)
-            # A job that just ended is in neither for a moment.
-            assert queued + posted <= self._open <= self._limits.queued_reads
+            assert queued + posted == self._open <= self._limits.queued_reads
             assert posted <= POSTED_MAX
             assert all(job.transfer is None for job in self._queue)
-            assert all(self._due <= job.deadline for job in (*self._queue, *self._posted))
+            due = min((job.deadline for job in (*self._queue, *self._posted)), default=math.inf)
+            # Earlier, and the thread would sleep badly; later, and a read would end late.
+            assert self._due == due, (self._due, due)
             assert all(job.transfer is not None for job in self._posted)
             assert self._open == 0 or self._thread.is_alive(), "reads that nobody will end"
 
@@ -385,15 +397,22 @@ class UcxPeer(PlanePeer):
         self._call_off.close()
 
     def _round(self) -> None:
-        if not self._drive.acquire(blocking=False):
-            # A taker wakes us if it leaves something to do, and others have done in no time.
-            self._waker.watch(None)
-            self._waker.wait(self._pause_s() if self._driven else ASKED_S)
+        """Drive once, then sleep; or sleep on, where a taker drives, or is still to be expected,
+        or nothing is under way and the worker had its turn not long ago."""
+        now = self._clock.monotonic()
+        quiet = self._lane_ready and not self._posted and now < min(self._turn_due, self._due)
+        others = self._driven or now < self._expect_until
+        if self._fault is None and not self._queue and (quiet or others):
+            self._waker.wait(self._pause_s(LOOK_S))
             return
+        if not self._drive.acquire(blocking=False):
+            self._waker.wait(self._pause_s(LOOK_S))
+            return
+        self._turn_due = now + BUSY_WAIT_S
         ended: list[tuple[Job, list[PageOutcome]]] = []
         try:
             rest = self._guard(lambda: self._turn(ended))
-            pause_s = self._pause_s() if rest else 0.0
+            pause_s = self._pause_s(BUSY_WAIT_S if self._posted else LOOK_S) if rest else 0.0
         finally:
             self._drive.release()
         for job, outcomes in ended:
@@ -428,7 +447,8 @@ class UcxPeer(PlanePeer):
         if not lane.alive:
             raise TierIOError("connection lost")
         if ended and not self._posted and not self._queue:
-            # What is left to do has time until the next look; a reader would find us driving.
+            # What is left to do has time until the next turn; a reader would find us driving.
+            self._waker.watch(None)
             return True
         return not moved and self._may_rest(lane, now)
 
@@ -454,17 +474,19 @@ class UcxPeer(PlanePeer):
             self._drop_lane()
             self._drop_worker()
             return True
-        self._waker.watch(lane.worker)
+        # Otherwise the next read has to wake nobody, and its taker meets nobody.
+        self._waker.watch(lane.worker if busy else None)
         return lane.worker.arm()
 
-    def _pause_s(self) -> float:
-        """How long the thread may sleep."""
+    def _pause_s(self, busy_s: float) -> float:
+        """How long the thread may sleep; at most `busy_s` while reads come."""
         now = self._clock.monotonic()
         with self._changed:
-            busy = self._lane is not None and (
-                bool(self._posted) or not self._lane_ready or now - self._lane_used < LOOK_FOR_S
-            )
-            pause_s = BUSY_WAIT_S if busy else IDLE_WAIT_S
+            pause_s = IDLE_WAIT_S
+            if self._lane is not None:
+                reading = bool(self._posted) or now - self._lane_used < LOOK_FOR_S
+                pause_s = busy_s if reading else pause_s
+                pause_s = pause_s if self._lane_ready else BUSY_WAIT_S
             self._wakes_at = min(now + pause_s, self._due)
             return self._wakes_at - now
 
@@ -514,8 +536,11 @@ class UcxPeer(PlanePeer):
                     job.attempts -= 1
                     self._requeue(job)
         with self._changed:
-            left = [job.deadline for job in (*self._queue, *self._posted)]
-            self._due = min(left, default=math.inf)
+            self._set_due_locked()
+
+    def _set_due_locked(self) -> None:
+        left = (job.deadline for job in (*self._queue, *self._posted))
+        self._due = min(left, default=math.inf)
 
     def _break_lane(self, reason: str) -> None:
         """The lane, or the attempt to open one, has failed. Reads that may succeed on another
@@ -594,6 +619,8 @@ class UcxPeer(PlanePeer):
                 self._posted.remove(job)
             job.views, job.transfer = [], None
             self._open -= 1
+            if job.deadline <= self._due:
+                self._set_due_locked()
             self._bytes += got
             for outcome in self._outcomes:
                 self._outcomes[outcome] += outcomes.count(outcome)
