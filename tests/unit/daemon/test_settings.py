@@ -11,7 +11,6 @@ import pytest
 from tierkv.daemon.settings import DaemonConfig, QuotaRule
 from tierkv.storage.errors import CapacityError, ConfigError
 
-
 KEYS = {"host_bytes": "host.size", "cache_root": "nvme.directory", "nvme_bytes": "nvme.size"}
 """What a user calls these fields."""
 
