@@ -95,28 +95,55 @@ class UcxLibrary(Protocol):
 
 
 class Waker:
-    """Where a thread sleeps until another one wakes it, or a worker that it watches has news.
-
-    All methods but wait() and close() may be called by other threads while one waits.
-    """
+    """Ends the wait of one thread from others."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll = select.epoll()
-        self._epoll.register(self._event, select.EPOLLIN)
         self._lock = threading.Lock()
-        self._watched: int | None = None
         self._closed = False
+        self._poll = select.poll()
+        self._poll.register(self._event, select.POLLIN)
+        self._polled: int | None = None
 
     def wake(self) -> None:
-        """The next wait ends at once."""
+        """Thread-safe. The next wait ends at once."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._event, 1)
 
+    def wait(self, worker: UcxWorker, timeout_s: float) -> None:
+        """Until the worker, which was armed, has something to do, wake() or the timeout."""
+        # Not by an epoll around the worker's own: whoever sends to it would pay for that.
+        fd = worker.fileno()
+        if fd != self._polled:
+            if self._polled is not None:
+                self._poll.unregister(self._polled)
+            self._poll.register(fd, select.POLLIN)
+            self._polled = fd
+        for ready, _ in self._poll.poll(max(0.0, timeout_s) * 1e3):
+            if ready == self._event:
+                os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        """By the thread that waits, when it waits no more."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._event)
+
+
+class Watcher(Waker):
+    """A waker whose thread sleeps on, while others change for which worker it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoll = select.epoll()
+        self._epoll.register(self._event, select.EPOLLIN)
+        self._watched: int | None = None
+
     def watch(self, worker: UcxWorker | None) -> None:
-        """End a wait, also one under way, for this worker alone; for none. A worker is to be
-        armed before, and is unwatched before it is closed."""
+        """Thread-safe. End a sleep, also one under way, for this worker alone; for none. A worker
+        is armed before the sleep, and unwatched before it is closed."""
         fd = None if worker is None else worker.fileno()
         with self._lock:
             if self._closed or fd == self._watched:
@@ -127,16 +154,14 @@ class Waker:
                 self._epoll.register(fd, select.EPOLLIN)
             self._watched = fd
 
-    def wait(self, timeout_s: float) -> None:
-        """Until wake(), the worker has something to do, or the timeout."""
-        for fd, _ in self._epoll.poll(max(0.0, timeout_s)):
-            if fd == self._event:
+    def sleep(self, timeout_s: float) -> None:
+        """Until the worker watched has something to do, wake() or the timeout."""
+        for ready, _ in self._epoll.poll(max(0.0, timeout_s)):
+            if ready == self._event:
                 os.eventfd_read(self._event)
 
     def close(self) -> None:
-        """By the thread that waits, when it waits no more."""
         with self._lock:
             if not self._closed:
-                self._closed = True
                 self._epoll.close()
-                os.close(self._event)
+        super().close()

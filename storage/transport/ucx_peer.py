@@ -37,7 +37,7 @@ from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.plane import PlanePeer, PlanePeerStats
 from tierkv.storage.transport.ucx_lane import Lane
-from tierkv.storage.transport.ucx_library import UcxWorker, Waker
+from tierkv.storage.transport.ucx_library import UcxWorker, Waker, Watcher
 from tierkv.storage.transport.ucx_reads import Job, UcxRead
 from tierkv.storage.transport.ucx_wire import NO_LANE, Offer
 
@@ -47,7 +47,7 @@ LANES_MAX = 2
 """Lanes that may break under a read before it is given up."""
 BUSY_WAIT_S = 0.1
 """UCX may miss a wake-up; while something is under way it is asked so often all the same."""
-LOOK_S = 0.002
+LOOK_S = 0.005
 """How often the thread looks, for LOOK_FOR_S after the last read, whether there is one that nobody
 takes. So a read wakes nobody: a thread that is woken gets in its taker's way."""
 LOOK_FOR_S = 0.1
@@ -105,7 +105,7 @@ class UcxPeer(PlanePeer):
         self._clock = clock
         self._drive = threading.Lock()
         """Who holds it touches worker and lane. Taken before `_changed`, never after."""
-        self._waker = Waker()
+        self._waker = Watcher()
         """Ends the thread's sleep."""
         self._call_off = Waker()
         """Ends a taker's."""
@@ -275,20 +275,23 @@ class UcxPeer(PlanePeer):
     def _drive_job(self, job: Job, until: float) -> list[PageOutcome] | None:
         """Move bytes until a job has ended; None when it has not, and the thread is to go on."""
         lane, until = self._lane, min(until, job.deadline)
-        assert lane is not None and job.transfer is not None, "it is posted"
+        transfer = job.transfer
+        assert lane is not None and transfer is not None, "it is posted"
+        # Some twenty times a read: names that are looked up here are not looked up in the loop.
+        worker, wait, monotonic = lane.worker, self._call_off.wait, self._clock.monotonic
         while True:
-            moved = lane.worker.progress()
-            outcomes = lane.collect(job.transfer)
+            moved = worker.progress()
+            outcomes = lane.collect(transfer)
             if outcomes is not None:
                 self._take_out(job, outcomes)
                 return outcomes
             if not lane.alive:
                 raise TierIOError("connection lost")
-            left_s = until - self._clock.monotonic()
+            left_s = until - monotonic()
             if self._queue or self._closing or left_s <= 0:
                 return None
-            if not moved and lane.worker.arm():
-                self._call_off.wait(min(BUSY_WAIT_S, left_s))
+            if not moved and worker.arm():
+                wait(worker, BUSY_WAIT_S if left_s > BUSY_WAIT_S else left_s)
 
     def _guard(self, step: Callable[[], _Result]) -> _Result | None:
         """Run a step of whoever drives; what it raises breaks the lane. None then."""
@@ -403,10 +406,10 @@ class UcxPeer(PlanePeer):
         quiet = self._lane_ready and not self._posted and now < min(self._turn_due, self._due)
         others = self._driven or now < self._expect_until
         if self._fault is None and not self._queue and (quiet or others):
-            self._waker.wait(self._pause_s(LOOK_S))
+            self._waker.sleep(self._pause_s(LOOK_S))
             return
         if not self._drive.acquire(blocking=False):
-            self._waker.wait(self._pause_s(LOOK_S))
+            self._waker.sleep(self._pause_s(LOOK_S))
             return
         self._turn_due = now + BUSY_WAIT_S
         ended: list[tuple[Job, list[PageOutcome]]] = []
@@ -419,7 +422,7 @@ class UcxPeer(PlanePeer):
             # With the drive free: who is told may read again at once.
             self._tell(job, outcomes, None)
         if rest:
-            self._waker.wait(pause_s)
+            self._waker.sleep(pause_s)
 
     def _turn(self, ended: list[tuple[Job, list[PageOutcome]]]) -> bool:
         """One round: begin what can begin, move bytes, take out what is complete, to be told of.
@@ -500,7 +503,6 @@ class UcxPeer(PlanePeer):
             self._worker, self._replaced = self._workers.take()
             # It may have been another peer's before.
             self._spoilt = self._replaced != NO_LANE
-            self._call_off.watch(self._worker)
         self._lane = self._opener(self._worker, offer, self._replaced)
         return self._lane
 
@@ -576,10 +578,9 @@ class UcxPeer(PlanePeer):
         late = self._clock.monotonic() + self._limits.io_s
         try:
             lane.abort()
-            self._waker.watch(lane.worker)
             while not lane.settled and self._clock.monotonic() < late:
                 if not lane.worker.progress() and lane.worker.arm():
-                    self._waker.wait(SETTLE_WAIT_S)
+                    self._waker.wait(lane.worker, SETTLE_WAIT_S)
         finally:
             if not lane.settled:
                 # The endpoint is closed, and bytes move only inside progress() of this worker,
@@ -592,7 +593,6 @@ class UcxPeer(PlanePeer):
     def _forget_worker(self) -> None:
         self._worker = None
         self._waker.watch(None)
-        self._call_off.watch(None)
 
     def _drop_worker(self) -> None:
         worker = self._worker

@@ -105,7 +105,6 @@ class UcxServer:
         self._limits = limits
         self._clock = clock
         self._waker = Waker()
-        self._waker.watch(worker)
         self._changed = threading.Condition()
         self._memories: dict[int, memoryview] = {}
         self._uses: dict[int, int] = {}
@@ -211,7 +210,7 @@ class UcxServer:
             self._worker.progress()
             self._advance_all(self._clock.monotonic())
             if self._lanes and self._worker.arm():
-                self._waker.wait(BUSY_WAIT_S)
+                self._waker.wait(self._worker, BUSY_WAIT_S)
         if self._lanes:
             log.error("plane=ucx lanes=%d did not settle", len(self._lanes))
             return
@@ -229,7 +228,7 @@ class UcxServer:
             self._reap(now)
         if not moved and self._worker.arm():
             busy = any(lane.sendings for lane in self._lanes.values())
-            self._waker.wait(BUSY_WAIT_S if busy else IDLE_WAIT_S)
+            self._waker.wait(self._worker, BUSY_WAIT_S if busy else IDLE_WAIT_S)
 
     def _take(self, raw: bytes, now: float) -> None:
         """One message of anybody."""

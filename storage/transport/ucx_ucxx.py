@@ -101,6 +101,7 @@ class _UcxxWorker:
             )
             self._worker = api.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
+            self._fd = int(self._worker.epoll_file_descriptor)
         except api.UCXError as error:
             raise TierIOError(f"start UCX with {dict(options)}: {_line(error)}") from error
 
@@ -108,7 +109,7 @@ class _UcxxWorker:
         return bytes(self._worker.address.tobytes())
 
     def fileno(self) -> int:
-        return int(self._worker.epoll_file_descriptor)
+        return self._fd
 
     def progress(self) -> bool:
         step = self._worker.progress_once
@@ -117,7 +118,10 @@ class _UcxxWorker:
             self.cancels = False
             self._worker.progress()
             return False
-        return all(step() for _ in range(PROGRESS_STEPS))
+        left = PROGRESS_STEPS
+        while left and step():
+            left -= 1
+        return left == 0
 
     def arm(self) -> bool:
         return bool(self._worker.arm())
