@@ -11,6 +11,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from pathlib import Path
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.errors import ConfigError, TierKVError
@@ -116,20 +117,57 @@ def _numeric(host: str) -> str:
 
 def _tls(config: PoolConfig) -> TlsContexts | None:
     """Contexts in which both sides show a certificate of the authority. ConfigError."""
-    if config.tls_certificate is None or config.tls_key is None or config.tls_authority is None:
+    certificate, key, authority = config.tls_certificate, config.tls_key, config.tls_authority
+    if certificate is None or key is None or authority is None:
         return None
+    _check_tls(certificate, key, authority)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     for context in (server, client):
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(certificate, key, password=_NO_PASSWORD)
+        context.load_verify_locations(authority)
+    return TlsContexts(server, client)
+
+
+_NO_PASSWORD = ""
+"""An encrypted key is refused: OpenSSL would ask the terminal for its password, and wait."""
+
+
+def _check_tls(certificate: Path, key: Path, authority: Path) -> None:
+    """ConfigError that names the file that cannot be used."""
+    wanted = {
+        "tls_certificate": (
+            certificate,
+            "give a PEM file that begins with this node's certificate",
+        ),
+        "tls_authority": (authority, "give a PEM file with the certificate of the authority"),
+    }
+    for name, (path, hint) in wanted.items():
         try:
-            context.load_cert_chain(config.tls_certificate, config.tls_key)
-            context.load_verify_locations(config.tls_authority)
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"pool: tls_certificate {config.tls_certificate}, tls_key {config.tls_key} and "
-                f"tls_authority {config.tls_authority} cannot be used: {error}; "
-                "give PEM files that belong together"
+                f"pool: {name} {path} cannot be used: {_why(error)}; {hint}"
             ) from error
-    return TlsContexts(server, client)
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key, password=_NO_PASSWORD)
+    except (OSError, ssl.SSLError) as error:
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"pool: tls_key {key} is not the key of tls_certificate {certificate}; "
+                "give the two that were made together"
+            ) from error
+        raise ConfigError(
+            f"pool: tls_key {key} cannot be used: {_why(error)}; "
+            "give a PEM file with a private key that is not encrypted"
+        ) from error
+
+
+def _why(error: OSError) -> str:
+    """In a few words; OpenSSL often has none."""
+    if not isinstance(error, ssl.SSLError):
+        return error.strerror or str(error)
+    return "no such PEM in it" if error.reason is None else error.reason.lower().replace("_", " ")

@@ -287,7 +287,7 @@ def test_bad_certificates_cost_the_pool_and_one_line(
     for file in files.values():
         Path(file).write_text("no certificate\n")
         Path(file).chmod(0o600)
-    assert_off(folder, {**pool, **files}, "give PEM files that belong together", capfd)
+    assert_off(folder, {**pool, **files}, "begins with this node's certificate", capfd)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,52 @@ def test_there_is_room_for_every_member_and_for_the_heartbeat() -> None:
     assert short.io_s == 1.0, "a stuck copy is not waited for much longer than a transfer lasts"
 
 
-def test_certificates_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
-    for name in ("certificate", "key", "authority"):
-        (tmp_path / name).write_text("no PEM at all\n")
-    tls = {f"tls_{name}": tmp_path / name for name in ("certificate", "key", "authority")}
-    with pytest.raises(ConfigError, match="cannot be used") as error:
+@pytest.fixture(scope="module")
+def pems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two certificates with their keys, and the first key encrypted."""
+    folder = tmp_path_factory.mktemp("pems")
+    for name in ("one", "two"):
+        openssl(
+            *("req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=node"),
+            *("-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"),
+        )
+    openssl(
+        *("pkcs8", "-topk8", "-in", folder / "one.key"),
+        *("-out", folder / "locked.key", "-passout", "pass:secret"),
+    )
+    (folder / "text").write_text("no PEM at all\n")
+    return folder
+
+
+def openssl(*arguments: str | Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"certificate": "text"}, "tls_certificate .*/text cannot be used"),
+        ({"certificate": "one.key"}, "tls_certificate .*/one.key cannot be used"),
+        ({"key": "text"}, "tls_key .*/text cannot be used"),
+        ({"key": "one.pem"}, "tls_key .*/one.pem cannot be used"),
+        ({"key": "locked.key"}, "tls_key .*/locked.key cannot be used: .*not encrypted"),
+        ({"key": "two.key"}, "tls_key .*/two.key is not the key of tls_certificate .*/one.pem"),
+        ({"authority": "text"}, "tls_authority .*/text cannot be used"),
+        ({"authority": "gone"}, "tls_authority .*/gone cannot be used: No such file"),
+    ],
+)
+def test_the_certificate_file_that_cannot_be_used_is_named(
+    pems: Path, changes: dict[str, str], told: str
+) -> None:
+    files = {"certificate": "one.pem", "key": "one.key", "authority": "one.pem"}
+    transport, _ = open_transport(
+        config(**{f"tls_{name}": pems / file for name, file in files.items()}), SystemClock()
+    )
+    transport.close()
+    tls = {f"tls_{name}": pems / file for name, file in {**files, **changes}.items()}
+    with pytest.raises(ConfigError, match=told) as error:
         open_transport(config(**tls), SystemClock())
     assert "\n" not in str(error.value)
 
