@@ -170,4 +170,5 @@ def _why(error: OSError) -> str:
     """In a few words; OpenSSL often has none."""
     if not isinstance(error, ssl.SSLError):
         return error.strerror or str(error)
-    return "no such PEM in it" if error.reason is None else error.reason.lower().replace("_", " ")
+    reason: str | None = getattr(error, "reason", None)
+    return "no such PEM in it" if reason is None else reason.lower().replace("_", " ")

@@ -214,11 +214,6 @@ def open_source(
     except BaseException:
         opened.close(config.stop_s)
         raise
-    if pool.open_pool:
-        log.warning(
-            "pool=open listen=%s: anybody who reaches this port may read and store pages",
-            pool.listen,
-        )
     return opened
 
 
