@@ -441,7 +441,7 @@ def test_page_size_without_room_is_refused_with_the_number_to_change(folder: Pat
     with DaemonProcess.started(small_config(folder)) as daemon, client_of(daemon):
         wire = Wire(daemon, greet=False)
         code, fields = wire.hello(page_bytes=2 * PAGE_BYTES)
-        assert code == "capacity" and "host_class_bytes" in fields["message"]
+        assert code == "capacity" and "host.class_size" in fields["message"]
 
 
 # --- disks --------------------------------------------------------------------------------
