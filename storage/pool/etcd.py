@@ -10,7 +10,8 @@ say it sooner, but the client's waits for its next event without a deadline.
 Other entries under the prefix are ignored and counted. `life` is new in each process: it tells
 this node's own key, also after an answer was lost, from one that another process wrote under the
 same name. Such a key with a lower epoch is of a former life and is replaced; otherwise this node
-is told to take a later epoch.
+is told to take a later epoch. Where the process that was replaced comes back it lives, so it is
+another node: it was there first, and this one is not announced while it is.
 
 Invariants: members() never holds this node and never waits; while etcd is away the last list
 stays, and after it has come back a member that is missing stays for one lease, the time it has
@@ -33,6 +34,7 @@ from tierkv.storage.pool.config import MEMBERS_MAX, Address, PoolConfig
 from tierkv.storage.pool.epoch import EPOCH_MAX
 from tierkv.storage.pool.etcd_keys import KEYS_MAX, EtcdKeys, Listed
 from tierkv.storage.pool.members import Membership
+from tierkv.storage.pool.notices import Notices, two_nodes
 
 ETCD_PORT = 2379
 LEASE_S = 10.0
@@ -114,6 +116,7 @@ class EtcdMembership(Membership):
         self._own_addresses = {config.listen, config.own_address}
         self._own_name = config.own_name
         self._life = secrets.token_hex(16)
+        self._notices = Notices(clock)
         self._changed = threading.Condition()
         # Guarded by _changed.
         self._wanted: Announcement | None = None
@@ -129,6 +132,8 @@ class EtcdMembership(Membership):
         self._on_later_epoch: Callable[[int], None] | None = None
         self._lease: int | None = None
         self._renewed = 0.0
+        self._replaced = ""
+        """Whose key this node's has taken the place of."""
         self._known: dict[str, Address] = {}
         self._grace_until: float | None = None
         self._away = True
@@ -291,13 +296,18 @@ class EtcdMembership(Membership):
                 self._renew(now)
             return None
         said = self._read(mine) if mine is not None else None
-        if said is not None and said.life != self._life and said.epoch >= wanted.epoch:
+        other = said is not None and said.life != self._life
+        if said is not None and other and said.life == self._replaced:
+            return self._told_of_two(wanted, said)
+        if said is not None and other and said.epoch >= wanted.epoch:
             if self._on_later_epoch is not None:
                 self._on_later_epoch(said.epoch)
+            if said.address != wanted.address:
+                return self._told_of_two(wanted, said)
+            # Without the epochs: a text that is always new is told without end.
             return (
-                f"etcd {self._etcd.address}: {said.address} is announced as {wanted.name!r} with "
-                f"epoch {said.epoch}, this node has {wanted.epoch}; give each member a name of its "
-                "own if that is another node"
+                f"etcd {self._etcd.address}: {wanted.name!r} at {said.address} is announced with a "
+                "later epoch than this node has; it takes one above, nothing is to be done"
             )
         if self._lease is None:
             self._lease = self._etcd.grant(self._lease_s)
@@ -308,10 +318,17 @@ class EtcdMembership(Membership):
             # Perhaps etcd knows the lease no more; an unused one ends by itself.
             self._lease = None
             raise
+        if said is not None and other:
+            self._replaced = said.life
         log.info(
             "pool announced=%s epoch=%d etcd=%s", wanted.name, wanted.epoch, self._etcd.address
         )
         return None
+
+    def _told_of_two(self, wanted: Announcement, said: Announcement) -> str:
+        text = two_nodes(wanted.name, str(wanted.address), str(said.address))
+        self._notices.tell(text)
+        return text
 
     def _renew(self, now: float) -> None:
         assert self._lease is not None, "what is announced has a lease"
@@ -356,8 +373,11 @@ class EtcdMembership(Membership):
 
     def _say(self, problem: str | None) -> None:
         with self._changed:
-            changed, self._problem = problem != self._problem, problem
-        if changed and problem is not None:
+            before, self._problem = self._problem, problem
+        if problem == before or self._notices.told(problem or before or ""):
+            # What comes and goes in the same words was logged when it came first.
+            return
+        if problem is not None:
             log.warning("pool %s", problem)
-        elif changed:
+        else:
             log.info("pool etcd=%s answers, the list is up to date", self._etcd.address)

@@ -123,15 +123,21 @@ class EtcdKeys:
         try:
             found = self._client.post(self._client.get_url(path), json=body)
         except self._errors.ConnectionTimeoutError as error:
-            reason = f"no answer in {self._timeout_s:g} s"
+            reason = (
+                f"no answer in {self._timeout_s:g} s; check that etcd is well and not overloaded"
+            )
             raise TierIOError(f"etcd {self.address}: {what}: {reason}") from error
         except self._errors.ConnectionFailedError as error:
-            raise TierIOError(f"etcd {self.address}: {what}: no connection") from error
+            raise TierIOError(
+                f"etcd {self.address}: {what}: no connection; check pool.etcd, and that etcd runs "
+                "there and its client port can be reached"
+            ) from error
         except (self._errors.Etcd3Exception, OSError, ValueError) as error:
             # OSError: what the HTTP library raises; ValueError: an answer that is no JSON.
             detail = getattr(error, "detail_text", None) or str(error)
             raise TierIOError(
-                f"etcd {self.address}: {what}: {' '.join(detail.split())[:200]}"
+                f"etcd {self.address}: {what}: {' '.join(detail.split())[:200]}; "
+                "check pool.etcd and etcd's log"
             ) from error
         if not isinstance(found, dict):
             raise self._odd(what)
@@ -140,7 +146,7 @@ class EtcdKeys:
     def _odd(self, what: str) -> TierIOError:
         return TierIOError(
             f"etcd {self.address}: {what}: the answer is not an etcd v3.4 gateway's; "
-            "check the address"
+            "check pool.etcd"
         )
 
 

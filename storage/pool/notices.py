@@ -22,6 +22,12 @@ NOTICES_MAX = 256
 log = logging.getLogger(__name__)
 
 
+def two_nodes(name: str, one: str, other: str) -> str:
+    """That two nodes have one name, in the same words on every node that finds it out."""
+    where = " and ".join(sorted(each or "an unknown address" for each in (one, other)))
+    return f"two nodes are called {name}, {where}; give each member a pool.name of its own"
+
+
 class Notices:
     """See the module docstring."""
 

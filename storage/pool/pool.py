@@ -34,7 +34,7 @@ from tierkv.storage.pool.epoch import Epoch
 from tierkv.storage.pool.link import Link
 from tierkv.storage.pool.members import Membership, open_membership
 from tierkv.storage.pool.messages import ADDRESS_BYTES_MAX, Hello, Refusal, Status
-from tierkv.storage.pool.notices import REPEAT_S, Notices
+from tierkv.storage.pool.notices import REPEAT_S, Notices, two_nodes
 from tierkv.storage.pool.opening import open_transport
 from tierkv.storage.pool.remote import PoolRemote
 from tierkv.storage.pool.roster import TWIN_S, Roster, Standing
@@ -318,7 +318,7 @@ class Pool:
         own = str(self._own_address)
         if address not in ("", own):
             # Nobody says here when the other one is gone: it is shown as long as it is told.
-            self._notices.tell(_two_nodes(self.own_name, own, address), lasts_s=REPEAT_S)
+            self._notices.tell(two_nodes(self.own_name, own, address), lasts_s=REPEAT_S)
         else:
             # Two nodes of one name go above each other for ever: the epochs are no news then.
             line = (
@@ -439,7 +439,7 @@ class Pool:
 
     def _reason(self, standing: Standing, hello: Hello) -> str:
         if standing is Standing.OWN_NAME:
-            return _two_nodes(hello.name, str(self._own_address), hello.address)
+            return two_nodes(hello.name, str(self._own_address), hello.address)
         if standing is Standing.TOO_MANY:
             return f"{hello.name} is one member too many; make several pools"
         # Without the epochs: a text that is always new is told without end.
@@ -452,7 +452,7 @@ class Pool:
         other = self._roster.twin_of(hello.name)
         if other is None:
             return None
-        return _two_nodes(hello.name, self._roster.address_of(hello.name), other)
+        return two_nodes(hello.name, self._roster.address_of(hello.name), other)
 
     def _problems(self) -> list[str]:
         """What is wrong now with who belongs to the pool, one line each."""
@@ -532,12 +532,6 @@ class Pool:
         if before != now:
             for remote in remotes:
                 remote.link_changed(link, members=before[2:] != now[2:])
-
-
-def _two_nodes(name: str, one: str, other: str) -> str:
-    """The same words on every node that finds it out."""
-    where = " and ".join(sorted(each or "an unknown address" for each in (one, other)))
-    return f"two nodes are called {name}, {where}; give each member a pool.name of its own"
 
 
 def _close_links(links: Sequence[Link], left_s: Callable[[], float]) -> bool:

@@ -177,7 +177,8 @@ def test_h4_etcd_killed_and_restarted_the_list_stays(
     one.await_others(2)
     two.await_others(1)
     etcd.kill()
-    one.await_problem("no connection; the last list of 1 members stays")
+    one.await_problem("no connection; check pool.etcd")
+    one.await_problem("the last list of 1 members stays")
     assert one.ports() == (2,)
     two.membership.leave()
     two.join(5)
@@ -231,7 +232,7 @@ def test_h1_etcd_that_accepts_and_never_answers(
 def test_started_before_etcd(member: Callable[..., Member], etcd: EtcdProcess) -> None:
     etcd.kill()
     one = member(1).start().join(1)
-    one.await_problem("no connection; the last list of 0 members stays")
+    one.await_problem("the last list of 0 members stays")
     assert one.ports() == ()
     etcd.start()
     one.await_well()
@@ -278,9 +279,34 @@ def test_two_nodes_with_one_name_are_told(member: Callable[..., Member], etcd: E
     # This one is told and stays as it is.
     other.membership.start(other.changed, seen.append)
     other.membership.join(Address("127.0.0.1", 7009), "node1", 1)
-    other.await_problem("127.0.0.1:7001 is announced as 'node1' with epoch 1, this node has 1")
+    other.await_problem("two nodes are called node1, 127.0.0.1:7001 and 127.0.0.1:7009")
     assert set(seen) == {1} and one.ports() == ()
     assert value_of(etcd, 1)["address"] == "127.0.0.1:7001", "not overwritten"
+
+
+def test_of_two_nodes_with_one_name_the_first_keeps_it(
+    member: Callable[..., Member], etcd: EtcdProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = member(1).start().join(5)
+    until(lambda: value_of(etcd, 1).get("epoch") == 5, lambda: value_of(etcd, 1))
+    second = member(1)
+    second.address = Address("127.0.0.1", 7009)
+    with caplog.at_level(logging.WARNING):
+        second.start().join(9)
+        second.await_problem("two nodes are called node1, 127.0.0.1:7001 and 127.0.0.1:7009")
+        until(lambda: value_of(etcd, 1).get("epoch") == 10, lambda: value_of(etcd, 1))
+        first.await_well()
+        # Some turns later they have not gone above each other again.
+        for number in (3, 4):
+            member(number).start().join(1)
+            until(lambda n=number: n in first.ports() and n in second.ports(), second.ports)
+    assert (first.later, second.later) == ([9], [])
+    assert value_of(etcd, 1)["address"] == "127.0.0.1:7001"
+    told = [line for line in caplog.messages if "two nodes are called" in line]
+    assert len(told) == 2, "once by each"
+    first.membership.leave()
+    second.await_well()
+    assert value_of(etcd, 1)["address"] == "127.0.0.1:7009", "when it is free, it may be taken"
 
 
 def test_a_lease_that_ended_is_taken_anew(member: Callable[..., Member], etcd: EtcdProcess) -> None:
