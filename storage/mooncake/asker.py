@@ -116,7 +116,5 @@ class Asker:
         pairs = list(zip(unknown, found, strict=True))
         self._known.found([key for key, there in pairs if there])
         self._known.missed([key for key, there in pairs if there is False])
-        if in_time and all(there is None for there in found):
-            self._gate.failed(f"look-up failed with code {self._client.last_code}")
-        elif in_time:
-            self._gate.succeeded()
+        answered = any(there is not None for there in found)
+        self._gate.judge("look-up", in_time, answered, self._client.last_code)

@@ -1,7 +1,11 @@
 """Whether the store may be asked now: a breaker, and the calls that should have returned.
 
-Owns the breaker, the watch and the last failure's text. Knows no pages. Shared by all that call
-one client. Called by storage.mooncake's workers; `open` by everybody.
+Owns the breaker, the watch, the last failure's text and how many copies found no room in a row.
+Knows no pages. Shared by all that call one client. Called by storage.mooncake's workers; `open` by
+everybody.
+
+A failed call counts once, one that says that the master is gone is enough by itself: with the
+master nothing works, and each further call may take the library seconds.
 
 Invariants: a call that is late is counted once, as a failure, at the moment it is late; while one
 is, nothing more is asked.
@@ -17,6 +21,9 @@ from tierkv.storage.breaker import Breaker
 from tierkv.storage.clock import Clock
 from tierkv.storage.deadlines import DeadlineWatch
 from tierkv.storage.mooncake.config import MooncakeConfig
+
+GONE_CODES = frozenset({-900, -901})
+"""The library's words for a master that is gone, or silent."""
 
 T = TypeVar("T")
 
@@ -35,6 +42,8 @@ class Gate:
         self._overdue: set[object] = set()
         self._late = 0
         self._why = "no failure yet"
+        self._failures_max = config.breaker_failures
+        self._roomless = 0
 
     @property
     def open(self) -> bool:
@@ -57,6 +66,17 @@ class Gate:
         if self.open:
             return None
         return f"mooncake store at {self._master} is not asked for a while: {self._why}"
+
+    @property
+    def problem(self) -> str | None:
+        """One line when the store cannot be asked, or takes no copies; None otherwise."""
+        roomless = self._roomless
+        if (degraded := self.degraded) is not None or not roomless:
+            return degraded
+        return (
+            f"mooncake store at {self._master} had no room for the last {roomless} copies; give it "
+            "memory: mooncake.segment on its nodes, or a store node of its own"
+        )
 
     def run(self, what: str, deadline: float, call: Callable[[], T]) -> tuple[T, bool]:
         """Run one call of the library in this thread, watched; (result, returned in time).
@@ -84,6 +104,25 @@ class Gate:
             if in_time and not returned:
                 self.failed(f"{what} raised an error")
         return result, in_time
+
+    def judge(self, what: str, in_time: bool, answered: bool, code: int | None) -> None:
+        """What a call that returned says of the store. `code`: the client's last one."""
+        if answered:
+            if in_time:
+                self.succeeded()
+            return
+        gone = code in GONE_CODES
+        if in_time or gone:
+            # A late call was counted when it was late; that the master is gone it says now.
+            hint = ": the master is gone or silent, look whether it runs" if gone else ""
+            why = f"{what} failed with code {code}{hint}"
+            for _ in range(self._failures_max if gone else 1):
+                self.failed(why)
+
+    def note_room(self, made: int, roomless: int) -> None:
+        """Of a call's copies so many were made, and so many found no room."""
+        with self._lock:
+            self._roomless = 0 if made else self._roomless + roomless
 
     def succeeded(self) -> None:
         """A call in time was answered."""

@@ -112,10 +112,8 @@ class Puller:
             self._meter.end(started, arrived * self._page_bytes)
             for view in views:
                 view.release()
-        if in_time and all(answer is Answer.FAILED for answer in answers):
-            self._gate.failed(f"get failed with code {self._client.last_code}")
-        elif in_time:
-            self._gate.succeeded()
+        answered = any(answer is not Answer.FAILED for answer in answers)
+        self._gate.judge("get", in_time, answered, self._client.last_code)
         return answers
 
     def _settle(self, pull: Pull, answer: Answer, index: int) -> None:

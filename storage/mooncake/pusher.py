@@ -231,15 +231,13 @@ class Pusher:
         finally:
             self._meter.end(started, answers.count(Answer.DONE) * page_bytes)
         self._judge("put", in_time, answered=any(one is not Answer.FAILED for one in answers))
+        self._gate.note_room(answers.count(Answer.DONE), answers.count(Answer.NO_ROOM))
         done = [key for key, one in zip(lease.keys, answers, strict=True) if one is Answer.DONE]
         self._known.stored(done)
         self._end(done)
 
     def _judge(self, what: str, in_time: bool, *, answered: bool) -> None:
-        if in_time and answered:
-            self._gate.succeeded()
-        elif in_time:
-            self._gate.failed(f"{what} failed with code {self._client.last_code}")
+        self._gate.judge(what, in_time, answered, self._client.last_code)
 
     def _end(
         self, keys: Sequence[PageKey], *, duplicate: bool = False, failed: bool = False

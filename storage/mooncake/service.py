@@ -51,7 +51,7 @@ class Mooncake:
             "kind": "mooncake",
             "master": self._config.master,
             "protocol": self._config.protocol,
-            "degraded": self._gate.degraded,
+            "degraded": self._gate.problem,
             "breaker_trips": self._gate.trips,
             "late_calls": self._gate.late,
         }

@@ -350,6 +350,31 @@ def ticking() -> Iterator[Callable[[], int]]:
         thread.join(WAIT_S)
 
 
+def test_a_killed_master_is_told_of_after_one_failed_copy() -> None:
+    with MooncakeCluster() as cluster:
+        service = open_mooncake(settings(cluster.master))
+        store, remote = open_store(service, PAGE_BYTES, 24)
+        put_store(store, page_keys(1))
+        assert remote.flush(WAIT_S) and service.status()["degraded"] is None
+        cluster.kill_master()
+        put_store(store, page_keys(2))
+        assert not remote.flush(WAIT_S)
+        assert "the master is gone" in service.status()["degraded"]
+        store.close()
+        assert service.close(LONG_S)
+
+
+def test_a_store_to_which_nobody_gives_memory_is_told_of() -> None:
+    with MooncakeCluster(segment_bytes=0) as cluster:
+        service = open_mooncake(settings(cluster.master))
+        store, remote = open_store(service, PAGE_BYTES, 24)
+        put_store(store, page_keys(1, 2))
+        assert not remote.flush(WAIT_S)
+        assert "no room for the last 2 copies" in service.status()["degraded"]
+        store.close()
+        assert service.close(LONG_S)
+
+
 def test_an_address_that_is_not_ours_is_one_clear_line() -> None:
     with MooncakeCluster(segment_bytes=16 << 20) as cluster:
         config = MooncakeConfig(cluster.master, address="192.0.2.1")

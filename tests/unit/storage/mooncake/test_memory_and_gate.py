@@ -82,6 +82,18 @@ def test_h1_a_call_that_does_not_return_closes_the_gate_until_it_does() -> None:
     assert gate.close(WAIT_S)
 
 
+@pytest.mark.parametrize("in_time", [True, False])
+def test_that_the_master_is_gone_is_enough_by_itself(in_time: bool) -> None:
+    gate = Gate(CONFIG, ManualClock())
+    gate.judge("put", in_time, answered=True, code=-900)
+    gate.judge("put", in_time=False, answered=False, code=-800)
+    assert gate.open, "a success, and a late failure that was counted when it was late"
+    gate.judge("put", in_time, answered=False, code=-900)
+    assert not gate.open and gate.trips == 1
+    assert "put failed with code -900: the master is gone" in (gate.problem or "")
+    gate.check()
+
+
 def test_failures_in_a_row_open_the_breaker_and_a_success_ends_the_row() -> None:
     clock = ManualClock()
     gate = Gate(CONFIG, clock)
@@ -91,10 +103,10 @@ def test_failures_in_a_row_open_the_breaker_and_a_success_ends_the_row() -> None
     gate.failed("c")
     gate.failed("d")
     assert gate.open
-    gate.failed("get failed with code -900")
+    gate.judge("get", in_time=True, answered=False, code=-800)
     assert not gate.open and gate.trips == 1
     assert gate.degraded == (
-        "mooncake store at 127.0.0.1:1 is not asked for a while: get failed with code -900"
+        "mooncake store at 127.0.0.1:1 is not asked for a while: get failed with code -800"
     )
     clock.advance(CONFIG.breaker_open_s)
     assert gate.open
