@@ -112,5 +112,5 @@ class StoreConfig:
             if size < needed:
                 raise CapacityError(
                     f"open store: {name} gets {size} bytes, one page of {self.page_bytes} bytes "
-                    f"needs at least {needed}; give {name} more"
+                    f"needs at least {needed}; raise what {name} gets"
                 )

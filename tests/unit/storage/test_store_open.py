@@ -99,7 +99,7 @@ def test_r2_accounting_is_recovered_before_the_first_write(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"host_bytes": 100}, "host gets 100 bytes.*give host more"),
+        ({"host_bytes": 100}, "host gets 100 bytes.*raise what host gets"),
         ({"nvme_bytes": 0}, "nvme gets 0 bytes"),
     ],
 )
