@@ -46,6 +46,7 @@ PAUSE_S_MAX = 2.0
 STOP_S = 10.0
 TOLD_MAX = 16
 """Lines that are remembered as told."""
+_AGAIN = "it asks to be greeted again at once"
 _OPERATIONS = re.compile(r"\b(?:(?:message to|connect|greet) peer|follow)(?: \S+)?: ")
 """What was tried, and at whom, in front of why it failed: a link's line and its row say both."""
 BYTES_PER_S = 500e6
@@ -372,7 +373,10 @@ class Link:
             self._owner.link_changed(self)
         self._follow()
         if self._greet_due:
-            self._lose("it asks to be greeted again at once", LinkState.REFUSED)
+            # Once is no trouble: one of the two took another epoch just now.
+            first = _AGAIN not in self._told
+            self._told.add(_AGAIN)
+            self._lose(_AGAIN, LinkState.REFUSED, told=first)
             return
         with self._changed:
             was, closed = self._state, self._state is LinkState.CLOSED
@@ -454,6 +458,9 @@ class Link:
             self.count("lost")
         if not (told or wait):
             self._warn(f"{word}: {reason}")
+            if word == "lost":
+                # The tries that follow meet the same.
+                self._told.add(f"{state.value}: {reason}")
         self._drop_peer()
         if was is LinkState.LIVE:
             self._owner.link_changed(self)

@@ -326,9 +326,12 @@ def test_what_a_peer_gains_and_loses_is_known_by_heartbeat() -> None:
 def test_a_lost_member_is_one_line_without_what_was_tried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with running_nodes(2, heartbeat_s=0.05, copy_after=NEVER, hot_after=NEVER) as nodes:
+    quick = {"heartbeat_s": 0.05, "suspect_s": 0.2}
+    with running_nodes(2, **quick, copy_after=NEVER, hot_after=NEVER) as nodes:
         near, far = nodes
         link = near.link(far)
+        # What was logged while it was not there yet is forgotten.
+        until(lambda: not link._told, lambda: link._told)
         caplog.clear()
         far.stop()
         until(lambda: "refused" in (link.problem or ""), lambda: link.problem)
