@@ -64,7 +64,9 @@ class Credentials:
                 f"got {len(key)}"
             )
         if key is None:
-            log.warning("transport=tcp open=yes anyone who can connect reads the memory; give it a key")
+            log.warning(
+                "transport=tcp open=yes anyone who can connect reads the memory; give it a key"
+            )
         # Hashed, because HMAC takes a key and the same with zeros after it for one.
         self._key = None if key is None else hashlib.sha256(_DOMAIN + key).digest()
 
