@@ -14,7 +14,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from types import TracebackType
 from typing import Self, TypeVar
 
 from tierkv.engine.serve.assemble import Assembler
@@ -34,6 +33,7 @@ from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.engine.serve.tokenizer import Tokenizer
 from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock, SystemClock
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import (
     EngineStoppedError,
     OverloadedError,
@@ -51,7 +51,7 @@ Prompt = str | Sequence[int]
 Result = TypeVar("Result")
 
 
-class Engine:
+class Engine(Closing):
     """One model, served. A context manager: starts on entry, closes on exit."""
 
     def __init__(self, config: EngineConfig, store: PageStore | None, clock: Clock) -> None:
@@ -112,14 +112,6 @@ class Engine:
     def __enter__(self) -> Self:
         self.start()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def chat(self) -> ChatTemplate:

@@ -20,13 +20,13 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import ConfigError, TierIOError
 
 BOOT_TOKEN_BYTES = 16
@@ -216,25 +216,6 @@ class PeerRead:
         for callback in callbacks:
             _call(callback)
         return True
-
-
-class Closing(ABC):
-    """Something that is closed by close(), or by leaving its with block."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let everything go. Idempotent."""
 
 
 class Peer(Closing):

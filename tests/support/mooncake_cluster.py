@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tests.unit.storage.remote_conformance import wait_until
+from tierkv.storage.closing import Closing
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.library import prepare_environment
 
@@ -97,7 +97,7 @@ class StoreNode:
                 stream.close()
 
 
-class MooncakeCluster:
+class MooncakeCluster(Closing):
     """A master and one store node. A context manager."""
 
     def __init__(self, segment_bytes: int = 64 << 20) -> None:
@@ -137,15 +137,8 @@ class MooncakeCluster:
     def continue_master(self) -> None:
         self.master_process.send_signal(signal.SIGCONT)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """kill -9 of both."""
         self.node.kill()
         self.kill_master()
 

@@ -29,6 +29,7 @@ from tests.support.daemon_process import (
 from tests.support.pages import page_content, page_key, put_store
 from tierkv.client.client import Client
 from tierkv.demo.netns import Network
+from tierkv.storage.closing import Closing
 from tierkv.storage.types import CommitOutcome, PageKey
 
 PORT = 7422
@@ -103,7 +104,7 @@ class Worker:
         self._process.communicate(timeout=START_S)
 
 
-class Cluster:
+class Cluster(Closing):
     """A pool of daemons on the hosts of `network`."""
 
     def __init__(
@@ -135,17 +136,6 @@ class Cluster:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def settings(self, host: int) -> dict[str, Any]:
         """What the daemon of a host is told."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import select
 import subprocess
 import sys
-from types import TracebackType
-from typing import Self
+
+from tierkv.storage.closing import Closing
 
 START_S = 60.0
 STOP_S = 20.0
 
 
-class Child:
+class Child(Closing):
     """`python -m MODULE ARGS`, from its line "ready WORDS" on until the with block ends.
 
     The child ends when its standard input does, so it never outlives this process.
@@ -38,17 +38,6 @@ class Child:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def ask(self, line: str) -> str:
         """Write a line to it and return the line it answers with."""

@@ -16,13 +16,12 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled, pages_of
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.library import StoreLibrary, new_store, replicate_config, set_up
@@ -32,7 +31,7 @@ START_S = 20.0
 POLL_S = 0.05
 
 
-class MooncakePair:
+class MooncakePair(Closing):
     """put() and get() move one batch of pages each. ConfigError where Mooncake is not installed."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
@@ -47,15 +46,8 @@ class MooncakePair:
             self._stack.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the store and end its processes."""
         self._stack.close()
 
     def put(self) -> None:

@@ -11,11 +11,11 @@ whoever copies: half the speed on two cores).
 from __future__ import annotations
 
 import sys
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled
+from tierkv.storage.closing import Closing
 from tierkv.storage.transport.base import PageOutcome, PageRange
 from tierkv.storage.transport.nixl import NixlPlane
 from tierkv.storage.transport.nixl_agent import BACKEND, PROGRESS_DELAY_US, bindings
@@ -27,7 +27,7 @@ WAIT_S = 30.0
 GENERATION = 1
 
 
-class NixlPair:
+class NixlPair(Closing):
     """Two processes; direct() and plane() each move one batch of pages into this one."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
@@ -45,15 +45,8 @@ class NixlPair:
         self._remote = self._direct.load(bytes.fromhex(metadata))
         self._peer = self._plane.connect(bytes.fromhex(offer), "bench", WAIT_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the plane and end the child."""
         self._plane.close()
         self._child.close()
 

@@ -13,13 +13,12 @@ import secrets
 import socket
 import sys
 import time
-from types import TracebackType
-from typing import Self
 
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled, numbered_keys, pages_of
 from tierkv.storage.checksum import copy_bytes, payload_checksum
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.closing import Closing
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.pool import Pool, open_pool
 from tierkv.storage.pool.remote import PoolRemote
@@ -32,7 +31,7 @@ WAIT_S = 30.0
 POLL_S = 0.01
 
 
-class PoolPair:
+class PoolPair(Closing):
     """put() stores a new batch of pages on the other node; get() brings the latest back."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
@@ -52,15 +51,8 @@ class PoolPair:
         self._next = 1 << 32
         self._await_member()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leave the pool and end the other node."""
         self._store.close()
         self._pool.close(WAIT_S)
         self._child.close()

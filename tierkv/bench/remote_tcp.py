@@ -11,11 +11,10 @@ import secrets
 import socket
 import sys
 import threading
-from types import TracebackType
-from typing import Self
 
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled
+from tierkv.storage.closing import Closing
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerIdentity
 from tierkv.storage.transport.tcp import TcpTransport
 
@@ -23,7 +22,7 @@ HOST = "127.0.0.1"
 WAIT_S = 30.0
 
 
-class TcpPair:
+class TcpPair(Closing):
     """Two processes; plain() and tcp() each move one batch of pages into this one."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
@@ -40,15 +39,8 @@ class TcpPair:
         self._transport = TcpTransport(self._key)
         self._peer = self._transport.connect(HOST, tcp_port, WAIT_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End both connections and the child."""
         self._plain.close()
         self._transport.close()
         self._child.close()

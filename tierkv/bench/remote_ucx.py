@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.closing import Closing
 from tierkv.storage.transport.base import PageOutcome, PageRange, TransportLimits
 from tierkv.storage.transport.ucx import UcxPlane, import_quietly, tcp_options
 
@@ -28,7 +28,7 @@ _TAG_PAGES = 100
 _EVENT_MS = 100
 
 
-class UcxPair:
+class UcxPair(Closing):
     """Two processes; direct() and plane() each move one batch of pages into this one."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
@@ -44,15 +44,8 @@ class UcxPair:
         self._plane = UcxPlane(HOST, limits=TransportLimits(), clock=SystemClock())
         self._peer = self._plane.connect(offer, "bench", WAIT_S)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close both ways and end the child."""
         self._plane.close()
         self._direct.close()
         self._child.close()

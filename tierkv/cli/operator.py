@@ -22,11 +22,10 @@ import typer
 from tierkv.cli.daemon_settings import given_flags
 from tierkv.config.sources import read_layers
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import ConfigError, RequestError, TierIOError
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from tierkv.client.handshake import Session
     from tierkv.protocol.frames import Frame
     from tierkv.protocol.messages import Verb
@@ -76,7 +75,7 @@ def endpoint(config: Path | None, socket: Path | None) -> Endpoint:
     return Endpoint(values["daemon.socket"], url, values["http.token"], socket is not None)
 
 
-class DaemonSocket:
+class DaemonSocket(Closing):
     """One greeted connection. A context manager; blocking; one request at a time.
 
     `page_bytes` 0 asks for no page class: figures, namespaces, drop and flush only. With another
@@ -116,17 +115,6 @@ class DaemonSocket:
     def keys_max(self) -> int:
         """Keys that one lookup may have."""
         return self._session.limits.keys
-
-    def __enter__(self) -> DaemonSocket:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the connection. Idempotent."""

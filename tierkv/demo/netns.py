@@ -19,9 +19,8 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import ConfigError
 
 COMMAND_S = 20.0
@@ -34,7 +33,7 @@ _OURS = re.compile(PREFIX + r"(\d+)(b|h\d+|probe)")
 log = logging.getLogger(__name__)
 
 
-class Network:
+class Network(Closing):
     """`hosts` namespaces on one bridge, until the with block ends. Hosts count from 0."""
 
     def __init__(self, hosts: int) -> None:
@@ -51,17 +50,6 @@ class Network:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def address(self, host: int) -> str:
         """The IPv4 address of a host, reachable from the others."""

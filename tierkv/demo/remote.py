@@ -23,8 +23,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import yaml
 
@@ -32,6 +31,7 @@ from tierkv.client.async_client import AsyncClient
 from tierkv.client.settings import ClientSettings
 from tierkv.demo.netns import Network
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.closing import Closing
 from tierkv.storage.errors import TierError, TierKVError
 
 HOSTS = 3
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 Status = dict[str, Any]
 
 
-class Nodes:
+class Nodes(Closing):
     """The daemons of a pool. A context manager: leaving it ends them and removes everything."""
 
     def __init__(self, host_bytes: int) -> None:
@@ -71,17 +71,6 @@ class Nodes:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def socket(self, host: int) -> Path:
         """Where workers reach the daemon of a host."""
