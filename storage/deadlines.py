@@ -1,21 +1,26 @@
 """A thread that runs something when its time has come.
 
-Owns a heap of moments. Knows nothing of what runs. Used by storage.promotion so that a fetch ends
-at its deadline even when nobody waits in take(). Invariant: what was discarded never runs, and
-discarded entries never outnumber live ones by more than SLACK.
+Owns a heap of moments. Knows nothing of what runs. Used wherever something ends at a deadline
+although nobody waits for it: fetches, pulls, reads of peers, calls of a library. Invariants: what
+was discarded never runs; discarded entries never outnumber live ones by more than SLACK; whatever
+an action raises, later ones run (lesson H2).
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import threading
+import traceback
 from collections.abc import Callable
 
 from tierkv.storage.clock import Clock
 
 IDLE_WAIT_S = 5.0
 SLACK = 64
+
+log = logging.getLogger(__name__)
 
 
 class DeadlineWatch:
@@ -29,6 +34,8 @@ class DeadlineWatch:
         self._tokens = itertools.count()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self.failures = 0
+        """Actions that raised. By whoever runs what is due only."""
 
     def add(self, deadline: float, action: Callable[[], None]) -> int:
         """Run `action` at `deadline` (seconds of the clock) unless discarded. O(log n).
@@ -66,7 +73,13 @@ class DeadlineWatch:
                     due.append(action)
             next_s = self._heap[0][0] - now if self._heap else IDLE_WAIT_S
         for action in due:
-            action()
+            try:
+                action()
+            except Exception:  # noqa: BLE001
+                # The one supervisor: a bug met at one deadline must not end the thread that keeps
+                # all later ones.
+                log.error("deadline: %s", traceback.format_exc())
+                self.failures += 1
         return min(next_s, IDLE_WAIT_S)
 
     def check(self) -> None:

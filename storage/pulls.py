@@ -11,9 +11,7 @@ as FAILED then, with no worker's help.
 
 from __future__ import annotations
 
-import logging
 import threading
-import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -27,8 +25,6 @@ from tierkv.storage.types import CommitOutcome
 WATCH_STOP_S = 5.0
 BATCH_PAGES_MIN = 8
 """What one of several workers takes at least, if there is so much."""
-
-log = logging.getLogger(__name__)
 
 
 class _Lane:
@@ -62,7 +58,6 @@ class PullQueue:
         self._ended: Counter[PullState] = Counter()
         self._closing = False
         self._wakes = 0
-        self._restarts = 0
         self._watch = DeadlineWatch(clock)
         self._watched_until: float | None = None
         """The moment at which the watch looks next; None: it does not."""
@@ -257,7 +252,7 @@ class PullQueue:
     @property
     def restarts(self) -> int:
         """Times that ending late pulls failed by an error of this node."""
-        return self._restarts
+        return self._watch.failures
 
     def ended(self, state: PullState) -> int:
         """How many pulls ended so."""
@@ -328,13 +323,9 @@ class PullQueue:
         """Runs in the watch at `moment`: end what is late, and come back for what is left."""
         try:
             self.expire()
-        except Exception:  # noqa: BLE001
-            # The one supervisor here: a bug met by one pull must not end the watch that keeps the
-            # deadlines of all later ones (lesson H2).
-            log.error("pulls: %s", traceback.format_exc())
-            self._restarts += 1
-        with self._lock:
-            # Deadlines may have been moved later, and an earlier look may have been added since.
-            if self._watched_until is not None and self._watched_until <= moment:
-                self._watched_until = None
-            self._watch_deadlines(list(self._lane_of))
+        finally:
+            with self._lock:
+                # Deadlines may have been moved later, and an earlier look been added since.
+                if self._watched_until is not None and self._watched_until <= moment:
+                    self._watched_until = None
+                self._watch_deadlines(list(self._lane_of))

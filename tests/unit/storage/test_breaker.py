@@ -89,6 +89,21 @@ def test_h1_the_watch_wakes_up_by_itself() -> None:
     assert watch.close(WAIT_S)
 
 
+def test_h2_an_action_that_raises_costs_itself() -> None:
+    clock = SystemClock()
+    watch = DeadlineWatch(clock)
+    ran = threading.Event()
+
+    def bug() -> None:
+        raise RuntimeError("a bug of ours")
+
+    watch.add(clock.monotonic(), bug)
+    watch.add(clock.monotonic() + 0.01, ran.set)
+    assert ran.wait(WAIT_S), "the thread ended with the bug"
+    assert watch.failures == 1
+    assert watch.close(WAIT_S)
+
+
 def test_discarded_entries_do_not_pile_up() -> None:
     clock = ManualClock()
     watch = DeadlineWatch(clock)
