@@ -1,9 +1,10 @@
 """A breaker that stops asking a tier which keeps failing or being late.
 
-Owns a failure count and a moment. Knows neither tiers nor pages. Called by storage.promotion.
+Owns a failure count and a moment. Knows neither tiers nor pages. Called by storage.promotion, and
+by whoever asks another node or a library.
 
     state      allows            leaves by
-    CLOSED     everything        failures_max failures in a row -> OPEN
+    CLOSED     everything        failures_max failures in a row, or one beyond doubt -> OPEN
     OPEN       nothing           open_s passed -> HALF OPEN
     HALF OPEN  everything        a success -> CLOSED; a failure -> OPEN
 """
@@ -48,13 +49,15 @@ class Breaker:
             self._failures = 0
             self._open_until = None
 
-    def failed(self) -> None:
-        """The tier failed or was late. In HALF OPEN one failure is enough to open again."""
+    def failed(self, *, beyond_doubt: bool = False) -> None:
+        """The tier failed or was late. In HALF OPEN one failure is enough to open again, as it is
+        when it is `beyond_doubt` that the tier cannot be asked."""
         with self._lock:
             now = self._clock.monotonic()
             half_open = self._open_until is not None and now >= self._open_until
             self._failures += 1
-            if half_open or (self._open_until is None and self._failures >= self._failures_max):
+            enough = beyond_doubt or self._failures >= self._failures_max
+            if half_open or (self._open_until is None and enough):
                 self._open_until = now + self._open_s
                 self._trips += 1
 

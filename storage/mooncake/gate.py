@@ -42,7 +42,6 @@ class Gate:
         self._overdue: set[object] = set()
         self._late = 0
         self._why = "no failure yet"
-        self._failures_max = config.breaker_failures
         self._roomless = 0
 
     @property
@@ -116,8 +115,7 @@ class Gate:
             # A late call was counted when it was late; that the master is gone it says now.
             hint = ": the master is gone or silent, look whether it runs" if gone else ""
             why = f"{what} failed with code {code}{hint}"
-            for _ in range(self._failures_max if gone else 1):
-                self.failed(why)
+            self.failed(why, beyond_doubt=gone)
 
     def note_room(self, made: int, roomless: int) -> None:
         """Of a call's copies so many were made, and so many found no room."""
@@ -128,11 +126,11 @@ class Gate:
         """A call in time was answered."""
         self._breaker.succeeded()
 
-    def failed(self, why: str) -> None:
+    def failed(self, why: str, *, beyond_doubt: bool = False) -> None:
         """A call in time was not answered, or by an error."""
         with self._lock:
             self._why = why
-        self._breaker.failed()
+        self._breaker.failed(beyond_doubt=beyond_doubt)
 
     def check(self) -> None:
         """Assert the breaker's and the watch's invariants. O(1)."""

@@ -39,6 +39,20 @@ def test_a_success_between_failures_starts_the_count_again() -> None:
     assert breaker.closed
 
 
+def test_one_failure_beyond_doubt_opens_it_once() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, failures_max=3, open_s=5.0)
+    for _ in range(2):
+        breaker.failed(beyond_doubt=True)
+        breaker.check()
+        assert not breaker.closed
+    assert breaker.trips == 1
+    clock.advance(5.1)
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.closed, "the count began again"
+
+
 def test_half_open_one_failure_is_enough() -> None:
     clock = ManualClock()
     breaker = tripped(clock)
