@@ -137,15 +137,12 @@ class Copies:
             self._count_unmade(len(wanted), background)
             return 0
         prints = fingerprints([key for key, _ in wanted])
-        held = {}
-        for name, link in members.items():
-            index = link.index(self._store.page_bytes)
-            if index is not None:
-                held[name] = index.holds(prints)
+        size = self._store.page_bytes
+        held = {name: link.holds(size, prints) for name, link in members.items()}
         queued = 0
         for number, (key, count) in enumerate(wanted):
             order = rank(key, names)
-            there = {name for name in order if name in held and held[name][number]}
+            there = {name for name in order if held[name][number]}
             free = [n for n in order if n not in there and members[n].takes_copies]
             lacking = max(0, min(count, len(names)) - len(there))
             for name in free[:lacking]:
@@ -356,8 +353,7 @@ class Copies:
         }
         prints = fingerprints([copy.key])
         for name in rank(copy.key, list(links)):
-            index = links[name].index(self._store.page_bytes)
-            if index is None or not index.holds(prints)[0]:
+            if not links[name].holds(self._store.page_bytes, prints)[0]:
                 return self._pusher(links[name], copy)
         return False
 

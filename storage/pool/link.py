@@ -29,6 +29,9 @@ from collections import Counter
 from enum import Enum
 from typing import Protocol, TypeVar, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.breaker import Breaker
 from tierkv.storage.clock import Clock
@@ -36,6 +39,7 @@ from tierkv.storage.errors import TierError, TierIOError
 from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.exchange import Session, exchange, refusal_text
 from tierkv.storage.pool.follower import Follower
+from tierkv.storage.pool.holdings import Fingerprints
 from tierkv.storage.pool.messages import AnyRequest, Hello, Refusal, Request, Status
 from tierkv.storage.pool.peer_index import PeerIndex
 from tierkv.storage.transport.base import Peer, PeerIdentity, Transport
@@ -194,6 +198,12 @@ class Link:
     def index(self, page_bytes: int) -> PeerIndex | None:
         """What the peer holds of this page size; None before it was heard."""
         return self._follower.index(page_bytes)
+
+    def holds(self, page_bytes: int, prints: Fingerprints) -> NDArray[np.bool_]:
+        """Which of these pages of one size the peer is known to hold; a new array. No side
+        effects."""
+        index = self._follower.index(page_bytes)
+        return np.zeros(len(prints), np.bool_) if index is None else index.holds(prints)
 
     @property
     def known_pages(self) -> int:

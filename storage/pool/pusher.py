@@ -263,10 +263,10 @@ class Pusher:
             self._release(leases)
 
     def _skip_known(self, batch: list[Copy]) -> None:
-        index = self.link.index(self._store.page_bytes)
-        if index is None or not batch:
+        if not batch:
             return
-        there = index.holds(fingerprints([copy.key for copy in batch]))
+        prints = fingerprints([copy.key for copy in batch])
+        there = self.link.holds(self._store.page_bytes, prints)
         for copy, known in zip(list(batch), there.tolist(), strict=True):
             if known:
                 self._end(batch, copy, CopyEnd.THERE)

@@ -236,7 +236,5 @@ class Rebalancer:
         prints = fingerprints(keys)
         held = np.zeros((len(links), len(keys)), np.bool_)
         for row, link in enumerate(links):
-            index = link.index(self._store.page_bytes)
-            if index is not None:
-                held[row] = index.holds(prints)
+            held[row] = link.holds(self._store.page_bytes, prints)
         return held

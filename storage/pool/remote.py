@@ -33,7 +33,7 @@ from tierkv.storage.clock import Clock
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.pool.config import PoolConfig
 from tierkv.storage.pool.copies import Copies
-from tierkv.storage.pool.holdings import Fingerprints, Holdings, fingerprints
+from tierkv.storage.pool.holdings import Holdings, fingerprints
 from tierkv.storage.pool.link import Link, LinkState
 from tierkv.storage.pool.pins import Pins
 from tierkv.storage.pool.placement import rank
@@ -144,13 +144,13 @@ class PoolRemote(Remote):
         if not links or not keys:
             return [False] * len(keys)
         prints = fingerprints(keys)
-        found = _held(links[0], self.page_bytes, prints)
+        found = links[0].holds(self.page_bytes, prints)
         for link in links[1:]:
-            if all(found):
+            if found.all():
                 break
-            also = _held(link, self.page_bytes, prints)
-            found = [one or other for one, other in zip(found, also, strict=True)]
-        return found
+            found |= link.holds(self.page_bytes, prints)
+        held: list[bool] = found.tolist()
+        return held
 
     def submit(self, pulls: Sequence[Pull]) -> int:
         links = self._askable()
@@ -158,7 +158,7 @@ class PoolRemote(Remote):
             return 0
         # One answer for all pulls of a request: O(pages * peers).
         prints = fingerprints([pull.key for pull in pulls])
-        held = [_held(link, self.page_bytes, prints) for link in links]
+        held = [link.holds(self.page_bytes, prints).tolist() for link in links]
         page_s = [link.expected_s(self.page_bytes) for link in links]
         waiting = [self._queue.queued_in(link.lane) for link in links]
         placed: list[tuple[str, Pull]] = []
@@ -213,7 +213,7 @@ class PoolRemote(Remote):
         if not others:
             return False
         prints = fingerprints([pull.key for pull in pulls])
-        return any(any(_held(other, self.page_bytes, prints)) for other in others)
+        return any(other.holds(self.page_bytes, prints).any() for other in others)
 
     def avoid(self, link: Link) -> None:
         """See Routes."""
@@ -365,7 +365,7 @@ class PoolRemote(Remote):
         asked = {tried for tried, _ in trail}
         links = [other for other in self._askable() if other not in asked]
         prints = fingerprints([pull.key])
-        holders = [other for other in links if _held(other, self.page_bytes, prints)[0]]
+        holders = [other for other in links if other.holds(self.page_bytes, prints)[0]]
         if holders:
             return min(holders, key=self._wait_s)
         failed = any(why is not PullState.MISSED for _, why in trail)
@@ -393,15 +393,6 @@ class PoolRemote(Remote):
                 )
         if puller is not None:
             puller.ensure()
-
-
-def _held(link: Link, page_bytes: int, prints: Fingerprints) -> list[bool]:
-    """Which pages a peer is known to have."""
-    index = link.index(page_bytes)
-    if index is None:
-        return [False] * len(prints)
-    found: list[bool] = index.holds(prints).tolist()
-    return found
 
 
 def _share(store: LocalStore, config: PoolConfig) -> Quota:

@@ -23,15 +23,14 @@ PAGE_BYTES = 1000
 
 
 class Held:
-    """An index, and the link it belongs to."""
+    """A link, and what its peer holds."""
 
     def __init__(self, keys: Sequence[PageKey]) -> None:
         self.prints = {fingerprint(key) for key in keys}
 
-    def index(self, page_bytes: int) -> Held:
-        return self
-
-    def holds(self, prints: Fingerprints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def holds(
+        self, page_bytes: int, prints: Fingerprints
+    ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
         return np.array([name in self.prints for name in prints.tolist()], np.bool_)
 
 
