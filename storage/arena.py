@@ -16,10 +16,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from tierkv.storage.checksum import header_checksum
-from tierkv.storage.device import BLOCK_BYTES, try_lock, unlock
+from tierkv.storage.device import BLOCK_BYTES, address_of, try_lock, unlock
 from tierkv.storage.errors import (
     CapacityError,
     ConfigError,
@@ -128,7 +126,7 @@ class Arena:
         """
         if not self._huge_pages:
             return 0
-        start = np.frombuffer(self.memory, np.uint8).ctypes.data
+        start = address_of(self.memory)
         return _huge_bytes_between(start, start + self.geometry.total_bytes)
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from tierkv.storage.errors import TierError, TierFullError, TierIOError
 from tierkv.storage.types import Buffer
 
@@ -215,6 +217,12 @@ def aligned_buffer(nbytes: int) -> memoryview:
     if nbytes <= 0:
         raise ValueError(f"aligned buffer: expected a positive size, got {nbytes}")
     return memoryview(mmap.mmap(-1, round_up(nbytes)))[:nbytes]
+
+
+def address_of(view: memoryview) -> int:
+    """Where the bytes of a contiguous view lie, writable or not. The caller keeps them alive."""
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def round_up(nbytes: int) -> int:

@@ -17,11 +17,11 @@ from pathlib import Path
 
 from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import ConfigError, TierIOError
 from tierkv.storage.transfer.calibration import Calibration, apply, calibrate
 from tierkv.storage.transfer.layout import KvTensors
 from tierkv.storage.transfer.opening import open_transfer
-from tierkv.storage.transfer.pinned import address_of
 from tierkv.storage.transfer.streams import StreamTransfer
 
 log = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.clock import Clock
+from tierkv.storage.device import address_of
 from tierkv.storage.mooncake.client import Answer, MooncakeClient, Piece
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.gate import Gate
@@ -22,7 +23,6 @@ from tierkv.storage.mooncake.knowledge import Knowledge
 from tierkv.storage.mooncake.values import (
     HEADER_BYTES,
     HeaderScratch,
-    address_of,
     key_text,
     parse_header,
 )

@@ -18,6 +18,7 @@ from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.base import PageLease
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.clock import Clock
+from tierkv.storage.device import address_of
 from tierkv.storage.mooncake.client import Answer, MooncakeClient, Piece
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.gate import Gate
@@ -26,7 +27,6 @@ from tierkv.storage.mooncake.values import (
     HEADER_BYTES,
     HeaderScratch,
     ValueHeader,
-    address_of,
     key_text,
 )
 from tierkv.storage.remote import LocalStore

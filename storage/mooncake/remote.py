@@ -24,6 +24,7 @@ from typing import NamedTuple
 from tierkv.storage.bandwidth import TransferMeter
 from tierkv.storage.base import RemoteStats
 from tierkv.storage.clock import Clock
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.mooncake.asker import Asker
 from tierkv.storage.mooncake.client import MooncakeClient, Piece
@@ -33,7 +34,7 @@ from tierkv.storage.mooncake.knowledge import Knowledge
 from tierkv.storage.mooncake.puller import LANE, Puller
 from tierkv.storage.mooncake.pusher import Pusher
 from tierkv.storage.mooncake.threads import Threads
-from tierkv.storage.mooncake.values import HEADER_BYTES, HeaderScratch, address_of
+from tierkv.storage.mooncake.values import HEADER_BYTES, HeaderScratch
 from tierkv.storage.pulls import PullQueue
 from tierkv.storage.remote import LocalStore, Pull, PullState, Remote
 from tierkv.storage.types import PageKey

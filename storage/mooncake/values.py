@@ -58,11 +58,6 @@ def key_text(key: PageKey, page_bytes: int) -> str:
     return f"tierkv/{FORMAT_VERSION}/{page_bytes}/{key.hex()}"
 
 
-def address_of(memory: memoryview) -> int:
-    """Where the bytes of `memory` lie in this process. Valid while the view is held."""
-    return int(np.frombuffer(memory, np.uint8).ctypes.data)
-
-
 class HeaderScratch:
     """Room for the headers of one batch, outside the arena. Owned by one thread."""
 

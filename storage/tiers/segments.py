@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierkv.storage.checksum import copy_bytes
-from tierkv.storage.device import BLOCK_BYTES, BlockFile, Device, aligned_buffer
+from tierkv.storage.device import BLOCK_BYTES, BlockFile, Device, address_of, aligned_buffer
 from tierkv.storage.errors import TierError
 from tierkv.storage.slot_header import HEADER_BYTES, slot_bytes_for
 from tierkv.storage.types import Buffer
@@ -215,4 +215,4 @@ class SegmentFiles:
 
 
 def _aligned(buffer: memoryview) -> bool:
-    return bool(np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK_BYTES == 0)
+    return address_of(buffer) % BLOCK_BYTES == 0

@@ -14,7 +14,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+from tierkv.storage.device import address_of
 
 CHUNK_BYTES_MAX = 16 << 30
 """One huge registration has been seen to fail where the same memory in pieces went through."""
@@ -86,12 +86,6 @@ class PinnedRanges:
         assert len(self._starts) == len(self._ends)
         bounds = [b for pair in zip(self._starts, self._ends, strict=True) for b in pair]
         assert bounds == sorted(bounds), "registered ranges overlap"
-
-
-def address_of(view: memoryview) -> int:
-    """Where a view's bytes lie, writable or not. The caller keeps them alive."""
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def refusal(wanted: int, pinned: int, reason: str) -> str:

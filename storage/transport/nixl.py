@@ -27,11 +27,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierkv.storage.clock import Clock, SystemClock
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import TierClosedError, TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerRead, TransportLimits
 from tierkv.storage.transport.nixl_agent import Agent, Copy
 from tierkv.storage.transport.nixl_driver import Driver, Piece, Remote
-from tierkv.storage.transport.nixl_memory import address_of, read_process
+from tierkv.storage.transport.nixl_memory import read_process
 from tierkv.storage.transport.nixl_offer import (
     AGENT_BYTES,
     COOKIE_BYTES,

@@ -41,10 +41,10 @@ from enum import Enum
 
 from tierkv.storage.clock import Clock
 from tierkv.storage.deadlines import DeadlineWatch
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transport.base import PageOutcome, PeerRead
 from tierkv.storage.transport.nixl_agent import Agent, Copy
-from tierkv.storage.transport.nixl_memory import address_of
 from tierkv.storage.transport.nixl_offer import COOKIE_BYTES, COOKIE_CLOSED, OfferedMemory
 
 RUNNING_MAX = 8

@@ -9,8 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 
-import numpy as np
-
 from tierkv.storage.errors import TierIOError
 
 
@@ -18,11 +16,6 @@ class _Run(ctypes.Structure):
     """struct iovec."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def address_of(view: memoryview) -> int:
-    """Where the bytes of a contiguous view are. Read-only views too."""
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def read_process(pid: int, address: int, length: int) -> bytes:

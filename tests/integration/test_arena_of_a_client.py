@@ -10,8 +10,8 @@ import pytest
 
 from tierkv.client import Client, ClientSettings
 from tierkv.engine.serve.copies import host_memory
+from tierkv.storage.device import address_of
 from tierkv.storage.identity import Fingerprint
-from tierkv.storage.transfer.pinned import address_of
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0

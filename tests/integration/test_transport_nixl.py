@@ -16,11 +16,11 @@ from multiprocessing.process import BaseProcess
 import pytest
 
 from tests.unit.storage.transport.layout import Layout
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import ConfigError, TierIOError
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerIdentity
 from tierkv.storage.transport.negotiated_peer import NegotiatedPeer
 from tierkv.storage.transport.nixl import NixlPlane
-from tierkv.storage.transport.nixl_memory import address_of
 from tierkv.storage.transport.planes import NegotiatedTransport
 
 KEY = bytes(range(32))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tierkv.storage.device import address_of
 from tierkv.storage.transfer.kernels import (
     SOURCE,
     Launch,
@@ -22,7 +23,6 @@ from tierkv.storage.transfer.kernels import (
     word_size,
 )
 from tierkv.storage.transfer.layout import PagedKv
-from tierkv.storage.transfer.pinned import address_of
 
 BEFORE = """
 #define __device__

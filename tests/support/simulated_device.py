@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from tierkv.storage.device import address_of
 from tierkv.storage.transfer.device_ops import DeviceOps, Wait
-from tierkv.storage.transfer.pinned import PinnedRanges, address_of
+from tierkv.storage.transfer.pinned import PinnedRanges
 
 POISON = 0xDB
 PIECES_MAX = 4

@@ -17,11 +17,10 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import numpy as np
-
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled, pages_of
 from tierkv.storage.closing import Closing
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.library import StoreLibrary, new_store, replicate_config, set_up
@@ -114,7 +113,7 @@ class _Master:
 
 def _pieces(pages: list[memoryview]) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and sizes as the library takes them: one piece a page."""
-    addresses = [[int(np.frombuffer(page, np.uint8).ctypes.data)] for page in pages]
+    addresses = [[address_of(page)] for page in pages]
     return addresses, [[len(page)] for page in pages]
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from tierkv.bench.child import Child, say_ready
 from tierkv.bench.filled import filled
 from tierkv.storage.closing import Closing
+from tierkv.storage.device import address_of
 from tierkv.storage.transport.base import PageOutcome, PageRange
 from tierkv.storage.transport.nixl import NixlPlane
 from tierkv.storage.transport.nixl_agent import BACKEND, PROGRESS_DELAY_US, bindings
-from tierkv.storage.transport.nixl_memory import address_of
 from tierkv.storage.transport.ucx_environment import prepare_ucx
 
 HOST = "127.0.0.1"

@@ -16,12 +16,13 @@ import torch
 
 from tests.support.kernel_on_cpu import KernelOnCpu, aligned_views, payload
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import TierIOError
 from tierkv.storage.transfer import cuda, probe
 from tierkv.storage.transfer.calibration import calibrate
 from tierkv.storage.transfer.kernels import Launch
 from tierkv.storage.transfer.layout import PagedKv
-from tierkv.storage.transfer.pinned import PinnedRanges, address_of
+from tierkv.storage.transfer.pinned import PinnedRanges
 from tierkv.storage.transfer.streams import StreamTransfer
 
 DEADLINE_S = 20.0

@@ -10,11 +10,11 @@ import torch
 from tests.support.memory_tier import MemoryHostTier
 from tierkv.engine.serve import copies, opening
 from tierkv.storage.clock import SystemClock
+from tierkv.storage.device import address_of
 from tierkv.storage.errors import ConfigError, TierClosedError, TierIOError
 from tierkv.storage.store import TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.transfer.cpu import CpuTransfer
-from tierkv.storage.transfer.pinned import address_of
 
 PAGE_BYTES = 6000
 KV_SHAPE = (3, 2, 5, 4, 1, 2)

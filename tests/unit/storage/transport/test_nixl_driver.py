@@ -11,10 +11,10 @@ import pytest
 from tests.support.clock import ManualClock
 from tests.unit.storage.transport.fake_agent import FakeAgent
 from tierkv.storage.clock import Clock, SystemClock
+from tierkv.storage.device import address_of
 from tierkv.storage.transport.base import PageOutcome, PeerRead
 from tierkv.storage.transport.nixl_agent import Copy
 from tierkv.storage.transport.nixl_driver import DRAIN_S, RUNNING_MAX, Driver, Piece, Remote, State
-from tierkv.storage.transport.nixl_memory import address_of
 from tierkv.storage.transport.nixl_offer import COOKIE_BYTES, COOKIE_CLOSED, OfferedMemory
 
 OK, GONE, FAILED = PageOutcome.OK, PageOutcome.GONE, PageOutcome.FAILED
