@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,12 +20,12 @@ from tests.support.daemon_files import check_files
 from tests.support.daemon_process import (
     HOST_PAGES,
     PAGE_BYTES,
-    ROOT,
     DaemonProcess,
     shared_folder,
     small_config,
 )
 from tests.support.pages import page_content, page_key, put_store, take_content
+from tests.support.worker_process import Worker
 from tierkv.client.client import Client
 from tierkv.protocol.answers import to_fields
 from tierkv.protocol.frames import FrameReader, answer_bounds, encode_request
@@ -51,46 +49,6 @@ def folder() -> Iterator[Path]:
 
 def client_of(daemon: DaemonProcess, **options: Any) -> Client:
     return Client(daemon.config.socket_path, PAGE_BYTES, **options)
-
-
-class Worker:
-    """tests/support/processes/daemon_worker.py, told what to do."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.support.processes.daemon_worker"),
-                *(str(daemon.config.socket_path), str(PAGE_BYTES)),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._line() == "ready"
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.kill()
-
-    def tell(self, line: str) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self._line()
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate(timeout=WAIT_S)
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
 
 
 def host_of(status: dict[str, Any]) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from tests.support.daemon_process import (
     DaemonProcess,
     shared_folder,
 )
-from tests.support.loopback_pool import KEY, NO_COPIES, WAIT_S, Nodes, await_true, free_port
+from tests.support.loopback_pool import KEY, NO_COPIES, WAIT_S, Nodes, await_true
 from tests.support.mooncake_cluster import why_absent
 from tests.support.pages import page_content, page_key, put_store
+from tierkv.bench.child import free_ports
 from tierkv.cli.main import main
 from tierkv.client.client import Client
 from tierkv.storage.types import CommitOutcome, TierName
@@ -302,7 +303,7 @@ def test_an_absent_mooncake_costs_one_line(
 ) -> None:
     if not how and (absent := why_absent()) is not None:
         pytest.skip(absent)
-    mooncake = {"master": f"127.0.0.1:{free_port('127.0.0.1')}"}
+    mooncake = {"master": f"127.0.0.1:{free_ports(1)[0]}"}
     with served(folder, {}, how, mooncake=mooncake) as daemon:
         daemon.await_serving()
         found = daemon.whole_status(capfd)["mooncake"]
@@ -327,7 +328,7 @@ def pair(folder: Path, host: int, ports: list[int], **changes: Any) -> dict[str,
 
 @pytest.fixture
 def ports() -> list[int]:
-    return [free_port(OWN), free_port(OTHER)]
+    return [free_ports(1, OWN)[0], free_ports(1, OTHER)[0]]
 
 
 def await_member(
@@ -394,7 +395,7 @@ def test_unequal_formats_are_told_once_by_each(
 def test_two_nodes_of_one_name_are_told_once_by_each(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    addresses = [f"127.0.0.{host}:{free_port(f'127.0.0.{host}')}" for host in (2, 3, 4)]
+    addresses = [f"127.0.0.{host}:{free_ports(1, f'127.0.0.{host}')[0]}" for host in (2, 3, 4)]
     text = f"two nodes are called same, {addresses[1]} and {addresses[2]}"
     key = key_in(folder)
 
@@ -431,8 +432,8 @@ def test_two_nodes_of_one_name_are_told_once_by_each(
 def test_a_member_that_others_do_not_list_is_told_once_by_each(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    addresses = [f"127.0.0.{host}:{free_port(f'127.0.0.{host}')}" for host in (2, 3)]
-    nobody = f"127.0.0.4:{free_port('127.0.0.4')}"
+    addresses = [f"127.0.0.{host}:{free_ports(1, f'127.0.0.{host}')[0]}" for host in (2, 3)]
+    nobody = f"127.0.0.4:{free_ports(1, '127.0.0.4')[0]}"
     text = f"guest at {addresses[1]} is not in the members of home"
 
     def one(number: int, name: str, member: str) -> dict[str, Any]:
@@ -473,7 +474,7 @@ def told_of(daemon: Served, capfd: pytest.CaptureFixture[str]) -> str | None:
 def test_a_member_without_an_address_is_told_once(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    listen = f"{OWN}:{free_port(OWN)}"
+    listen = f"{OWN}:{free_ports(1, OWN)[0]}"
     pool = {"listen": listen, "members": ["no-such-host.invalid"], "key_file": key_in(folder)}
     with served(folder, pool) as daemon:
         daemon.await_serving()

@@ -25,7 +25,6 @@ from tests.support.mooncake_cluster import (
     NODE_TTL_S,
     MooncakeCluster,
     StoreNode,
-    free_port,
     raw_client,
     why_absent,
 )
@@ -39,6 +38,7 @@ from tests.unit.storage.remote_conformance import (
     RemoteConformance,
     wait_until,
 )
+from tierkv.bench.child import free_ports
 from tierkv.storage.checksum import payload_checksum
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.mooncake.config import MooncakeConfig
@@ -318,7 +318,7 @@ def test_a_master_that_cannot_be_used_is_one_clear_line(kind: str) -> None:
         mute.bind((HOST, 0))
         mute.listen(8)
         master, said = {
-            "absent": (f"{HOST}:{free_port()}", "start mooncake_master"),
+            "absent": (f"{HOST}:{free_ports(1)[0]}", "start mooncake_master"),
             "mute": (f"{HOST}:{mute.getsockname()[1]}", "does not answer"),
             "nameless": ("no-such-host.invalid:50051", "is not reached"),
         }[kind]

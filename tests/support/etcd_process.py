@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tierkv.bench.child import free_ports
 
 START_S = 60.0
 STOP_S = 30.0
@@ -28,7 +29,7 @@ class EtcdProcess:
     """One etcd with its data under `folder`. Not thread-safe."""
 
     def __init__(self, folder: Path) -> None:
-        self.port, self._peer_port = _free_ports(2)
+        self.port, self._peer_port = free_ports(2)
         self._data = folder / "data"
         self._process: subprocess.Popen[str] | None = None
         self._ready = threading.Event()
@@ -117,12 +118,3 @@ def etcd_process(folder: Path) -> Iterator[EtcdProcess]:
         yield etcd
     finally:
         etcd.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports free just now, all different: bound together before any is let go."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

@@ -6,7 +6,6 @@ everything that waits has a bound. tests/support/pool_cluster.py is the same in 
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from tests.support.daemon_process import PAGE_BYTES, DaemonProcess, small_config
 from tests.support.pages import page_content, page_key, put_store
+from tierkv.bench.child import free_ports
 from tierkv.client.client import Client
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
@@ -24,12 +24,6 @@ NO_COPIES = {"copy_after": 1000, "hot_after": 1000, "rebalance_bytes_per_s": 0}
 """Pages stay where they were committed."""
 
 
-def free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 class Nodes:
     """Daemons of one pool, one on each of 127.0.0.2, .3, ... A context manager."""
 
@@ -38,8 +32,8 @@ class Nodes:
         self._pool = pool
         self._clients: dict[int, Client] = {}
         self.addresses = [f"127.0.0.{host + 2}" for host in range(hosts)]
-        self.ports = [free_port(address) for address in self.addresses]
-        self.http_ports = [free_port("127.0.0.1") for _ in range(hosts)]
+        self.ports = [free_ports(1, address)[0] for address in self.addresses]
+        self.http_ports = free_ports(hosts)
         self.daemons: list[DaemonProcess] = []
 
     def __enter__(self) -> Nodes:

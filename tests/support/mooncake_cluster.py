@@ -9,19 +9,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-from tests.unit.storage.remote_conformance import wait_until
+from tierkv.bench.child import HOST, free_ports
+from tierkv.bench.mooncake_master import start_master
 from tierkv.storage.closing import Closing
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.library import prepare_environment
 
-HOST = "127.0.0.1"
 READY_S = 30.0
 CALL_S = 4.0
 """What bounds the library's own waits in the tests' process."""
@@ -51,14 +49,6 @@ def why_absent() -> str | None:
     except ImportError as error:
         return f"the Mooncake library cannot be loaded: {error}"
     return None
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class StoreNode:
@@ -102,7 +92,7 @@ class MooncakeCluster(Closing):
 
     def __init__(self, segment_bytes: int = 64 << 20) -> None:
         self.segment_bytes = segment_bytes
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.master_process = self._start_master()
         try:
             self.node = StoreNode(self.master, segment_bytes)
@@ -143,34 +133,7 @@ class MooncakeCluster(Closing):
         self.kill_master()
 
     def _start_master(self) -> subprocess.Popen[bytes]:
-        package = importlib.import_module("mooncake")
-        binary = Path(package.__path__[0]) / "mooncake_master"
-        process = subprocess.Popen(
-            [
-                binary,
-                f"--rpc_port={self.port}",
-                f"--rpc_address={HOST}",
-                f"--metrics_port={free_port()}",
-                f"--metrics_host={HOST}",
-                "--enable_metric_reporting=false",
-                f"--client_ttl={NODE_TTL_S}",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-        def listens() -> bool:
-            assert process.poll() is None, "mooncake_master ended at its start"
-            with socket.socket() as probe:
-                return probe.connect_ex((HOST, self.port)) == 0
-
-        try:
-            wait_until(listens, "mooncake_master does not listen")
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        return process
+        return start_master(self.port, f"--client_ttl={NODE_TTL_S}")
 
 
 def raw_client(master: str) -> Any:

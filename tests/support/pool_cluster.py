@@ -27,6 +27,7 @@ from tests.support.daemon_process import (
     small_config,
 )
 from tests.support.pages import page_content, page_key, put_store
+from tests.support.worker_process import Worker
 from tierkv.client.client import Client
 from tierkv.demo.netns import Network
 from tierkv.storage.closing import Closing
@@ -72,36 +73,6 @@ class Relay:
     def _line(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
-
-
-class Worker:
-    """tests/support/processes/daemon_worker.py at one daemon, told what to do."""
-
-    def __init__(self, daemon: DaemonProcess, page_bytes: int) -> None:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.support.processes.daemon_worker"),
-                *(str(daemon.config.socket_path), str(page_bytes)),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline().strip() == "ready"
-
-    def tell(self, line: str) -> str:
-        """Send it a command; returns its answer."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-        return self._process.stdout.readline().strip()
-
-    def kill(self) -> None:
-        """kill -9."""
-        self._process.kill()
-        self._process.communicate(timeout=START_S)
 
 
 class Cluster(Closing):

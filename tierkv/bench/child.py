@@ -6,11 +6,14 @@ Knows nothing of what it does. Used by benchmarks of what crosses a process boun
 from __future__ import annotations
 
 import select
+import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 
 from tierkv.storage.closing import Closing
 
+HOST = "127.0.0.1"
 START_S = 60.0
 STOP_S = 20.0
 
@@ -65,3 +68,13 @@ def say_ready(*words: object) -> None:
     """By the child: it can be used now."""
     sys.stdout.write(" ".join(["ready", *map(str, words)]) + "\n")
     sys.stdout.flush()
+
+
+def free_ports(count: int, host: str = HOST) -> list[int]:
+    """Ports of `host` that are free just now, all different: bound together before any is let
+    go."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [int(each.getsockname()[1]) for each in sockets]

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierkv.bench.child import HOST
 from tierkv.engine.serve.engine import Engine
 from tierkv.engine.serve.engine_config import EngineConfig
 from tierkv.engine.serve.gguf import resolve_model
@@ -27,7 +28,6 @@ from tierkv.storage.pool.config import Address, PoolConfig
 from tierkv.storage.pool.pool import open_pool
 from tierkv.storage.store import StoreConfig, TieredStore
 
-HOST = "127.0.0.1"
 PROMPT_TOKENS = 128
 WAIT_S = 10.0
 

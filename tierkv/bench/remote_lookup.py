@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, say_ready
 from tierkv.bench.filled import numbered_keys
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.pool.config import Address, PoolConfig
@@ -33,7 +33,6 @@ from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.transport.base import Peer, PeerIdentity
 from tierkv.storage.transport.tcp import TcpTransport
 
-HOST = "127.0.0.1"
 WAIT_S = 30.0
 PAGE_BYTES = 4096
 PAGES = 8192

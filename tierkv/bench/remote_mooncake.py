@@ -8,26 +8,18 @@ a batch on the node, get() brings the latest back into local memory. Values are 
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import socket
-import subprocess
 import sys
-import time
 from contextlib import ExitStack
-from pathlib import Path
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, free_ports, say_ready
 from tierkv.bench.filled import filled, pages_of
+from tierkv.bench.mooncake_master import start_master
 from tierkv.storage.closing import Closing
 from tierkv.storage.device import address_of
 from tierkv.storage.errors import ConfigError
 from tierkv.storage.mooncake.config import MooncakeConfig
 from tierkv.storage.mooncake.library import StoreLibrary, new_store, replicate_config, set_up
-
-HOST = "127.0.0.1"
-START_S = 20.0
-POLL_S = 0.05
 
 
 class MooncakePair(Closing):
@@ -67,10 +59,12 @@ class MooncakePair(Closing):
             raise RuntimeError(f"bench mooncake: get failed with {codes}")
 
     def _open(self, segment_bytes: int) -> StoreLibrary:
-        port = _free_port()
+        (port,) = free_ports(1)
         config = MooncakeConfig(f"{HOST}:{port}")
         library = new_store(config)
-        self._stack.enter_context(_Master(port))
+        master = start_master(port)
+        self._stack.callback(master.wait)
+        self._stack.callback(master.kill)
         child = Child("tierkv.bench.remote_mooncake", config.master, str(segment_bytes))
         self._stack.enter_context(child)
         if code := set_up(library, config, 0):
@@ -79,47 +73,10 @@ class MooncakePair(Closing):
         return library
 
 
-class _Master:
-    """mooncake_master at a port, until the with block ends."""
-
-    def __init__(self, port: int) -> None:
-        package = importlib.import_module("mooncake")
-        self._port = port
-        self._process = subprocess.Popen(
-            [
-                Path(package.__path__[0]) / "mooncake_master",
-                f"--rpc_port={port}",
-                f"--rpc_address={HOST}",
-                f"--metrics_port={_free_port()}",
-                f"--metrics_host={HOST}",
-                "--enable_metric_reporting=false",
-            ],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def __enter__(self) -> None:
-        deadline = time.monotonic() + START_S
-        with socket.socket() as probe:
-            while probe.connect_ex((HOST, self._port)):
-                if time.monotonic() > deadline or self._process.poll() is not None:
-                    raise ConfigError("mooncake: mooncake_master did not start")
-                time.sleep(POLL_S)
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def _pieces(pages: list[memoryview]) -> tuple[list[list[int]], list[list[int]]]:
     """Addresses and sizes as the library takes them: one piece a page."""
     addresses = [[address_of(page)] for page in pages]
     return addresses, [[len(page)] for page in pages]
-
-
-def _free_port() -> int:
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _serve(master: str, segment_bytes: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, say_ready
 from tierkv.bench.filled import filled
 from tierkv.storage.closing import Closing
 from tierkv.storage.device import address_of
@@ -22,7 +22,6 @@ from tierkv.storage.transport.nixl import NixlPlane
 from tierkv.storage.transport.nixl_agent import BACKEND, PROGRESS_DELAY_US, bindings
 from tierkv.storage.transport.ucx_environment import prepare_ucx
 
-HOST = "127.0.0.1"
 WAIT_S = 30.0
 GENERATION = 1
 

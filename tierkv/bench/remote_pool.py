@@ -10,11 +10,10 @@ and reads them (get); both verify the checksum of every page.
 from __future__ import annotations
 
 import secrets
-import socket
 import sys
 import time
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, free_ports, say_ready
 from tierkv.bench.filled import filled, numbered_keys, pages_of
 from tierkv.storage.checksum import copy_bytes, payload_checksum
 from tierkv.storage.clock import SystemClock
@@ -26,7 +25,6 @@ from tierkv.storage.store import StoreConfig, TieredStore
 from tierkv.storage.tiers.host import HostTier
 from tierkv.storage.types import CommitOutcome, PageKey, TierName
 
-HOST = "127.0.0.1"
 WAIT_S = 30.0
 POLL_S = 0.01
 
@@ -35,7 +33,7 @@ class PoolPair(Closing):
     """put() stores a new batch of pages on the other node; get() brings the latest back."""
 
     def __init__(self, page_bytes: int, batch: int) -> None:
-        ports = _free_ports(2)
+        ports = free_ports(2)
         key = secrets.token_bytes(32)
         self._batch = batch
         self._child = Child(
@@ -111,14 +109,6 @@ def _serve(page_bytes: int, batch: int, port: int, other: int, key: bytes) -> in
     store.close()
     pool.close(WAIT_S)
     return 0
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 if __name__ == "__main__":

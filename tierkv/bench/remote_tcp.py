@@ -12,13 +12,12 @@ import socket
 import sys
 import threading
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, say_ready
 from tierkv.bench.filled import filled
 from tierkv.storage.closing import Closing
 from tierkv.storage.transport.base import PageOutcome, PageRange, PeerIdentity
 from tierkv.storage.transport.tcp import TcpTransport
 
-HOST = "127.0.0.1"
 WAIT_S = 30.0
 
 

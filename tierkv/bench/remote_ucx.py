@@ -13,14 +13,13 @@ import sys
 import threading
 from typing import Any
 
-from tierkv.bench.child import Child, say_ready
+from tierkv.bench.child import HOST, Child, say_ready
 from tierkv.bench.filled import filled
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.closing import Closing
 from tierkv.storage.transport.base import PageOutcome, PageRange, TransportLimits
 from tierkv.storage.transport.ucx import UcxPlane, import_quietly, tcp_options
 
-HOST = "127.0.0.1"
 WAIT_S = 30.0
 GENERATION = 1
 _TAG_REQUEST = 1
