@@ -241,19 +241,15 @@ def _mover_metrics(mover: MoverStats) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "tierkv_mover_worker_restarts", "Worker threads started again", mover.worker_restarts
     )
-    for verb, rates in (("read", mover.read_bytes_per_s), ("write", mover.write_bytes_per_s)):
-        gauge = GaugeMetricFamily(
-            f"tierkv_mover_{verb}_bytes_per_second", f"Estimated {verb} speed", labels=["tier"]
-        )
-        for source, rate in rates.items():
-            gauge.add_metric([source.value], rate)
-        yield gauge
-    for verb, latencies in (("read", mover.read_latency_s), ("write", mover.write_latency_s)):
-        gauge = GaugeMetricFamily(
-            f"tierkv_mover_{verb}_latency_seconds", f"Estimated time of one {verb}", labels=["tier"]
-        )
-        for source, latency in latencies.items():
-            gauge.add_metric([source.value], latency)
+    for name, text, by_tier in (
+        ("read_bytes_per_second", "Estimated read speed", mover.read_bytes_per_s),
+        ("write_bytes_per_second", "Estimated write speed", mover.write_bytes_per_s),
+        ("read_latency_seconds", "Estimated time of one read", mover.read_latency_s),
+        ("write_latency_seconds", "Estimated time of one write", mover.write_latency_s),
+    ):
+        gauge = GaugeMetricFamily(f"tierkv_mover_{name}", text, labels=["tier"])
+        for source, estimate in by_tier.items():
+            gauge.add_metric([source.value], estimate)
         yield gauge
 
 
