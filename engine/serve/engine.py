@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Self, TypeVar
 
+import torch
+
 from tierkv.engine.serve.assemble import Assembler
 from tierkv.engine.serve.chat import ChatTemplate
 from tierkv.engine.serve.core import EngineCore, Sink
@@ -40,6 +42,7 @@ from tierkv.storage.errors import (
     RequestError,
     RequestTimeoutError,
 )
+from tierkv.storage.transfer.probe import first_line
 
 log = logging.getLogger(__name__)
 
@@ -350,7 +353,14 @@ class Engine(Closing):
         while not self._stopping:
             try:
                 busy = self._round()
-                failures = 0
+            except torch.OutOfMemoryError as error:
+                # The device is well: what runs now was too much for it. Not a broken engine.
+                reason = (
+                    f"no GPU memory for a step ({first_line(error)}); lower the KV pool, "
+                    "max_batch_tokens or max_context"
+                )
+                log.error("engine step failed error=%s", reason)
+                self.core.fail_running(f"engine step failed: {reason}")
             # Whatever breaks in one step must cost the requests in it, not the engine (H2): the
             # model's kernels raise RuntimeError, OutOfMemoryError and more.
             except Exception as error:
@@ -360,9 +370,11 @@ class Engine(Closing):
                 if failures >= STEP_FAILURES_MAX:
                     self._stopped = f"engine: stopped after {failures} failed steps, last: {error}"
                     break
-                continue
-            if not busy:
-                self._rest()
+            else:
+                if busy:
+                    failures = 0
+                else:
+                    self._rest()
         self.core.close(CLOSE_S)
         self._stopped = self._stopped or "engine: closed"
 

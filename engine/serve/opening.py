@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from tierkv.storage.identity import Fingerprint, namespace
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreRules, TieredStore
 from tierkv.storage.transfer.base import PageTransfer
-from tierkv.storage.transfer.probe import cuda_problem
+from tierkv.storage.transfer.probe import cuda_problem, first_line
 from tierkv.storage.types import NamespaceId
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def choose_device(name: str) -> tuple[torch.device, torch.dtype]:
         raise ConfigError(f"open engine: device is cuda, but {problem}")
     if torch.version.cuda is not None:
         # Somebody installed a CUDA build: say once why it does not compute on a GPU.
-        log.info("device=cpu reason=%s", problem)
+        log.warning("device=cpu reason=%s", problem)
     return torch.device("cpu"), torch.float32
 
 
@@ -212,15 +213,27 @@ def _load(
     dtype: torch.dtype,
 ) -> ModelRunner:
     """Weights into a model, a pool of `pages`, and both warmed up."""
-    model = DecoderModel(model_config, load_weights(config.model), device, dtype)
-    try:
+    with _memory_for(f"the model's weights on {device}", "take a smaller model or another device"):
+        model = DecoderModel(model_config, load_weights(config.model), device, dtype)
+    size = pages * page_size(config, model_config, dtype)
+    with _memory_for(f"a KV pool of {size} bytes on {device}", "lower the pool"):
         pool = KVPool(model_config, pages, config.page_tokens, dtype, device)
-    except (RuntimeError, MemoryError) as error:
-        size = pages * page_size(config, model_config, dtype)
-        raise CapacityError(
-            f"open engine: no memory for a KV pool of {size} bytes on {device} "
-            f"({str(error).splitlines()[0]}); lower the pool"
-        ) from error
-    runner = ModelRunner(model, pool, config.threads)
-    runner.warm_up()
+    with _memory_for(f"a forward pass on {device}", "lower the pool"):
+        runner = ModelRunner(model, pool, config.threads)
+        runner.warm_up()
     return runner
+
+
+@contextmanager
+def _memory_for(what: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # torch has a class of its own for a GPU; its CPU allocator raises the plain one.
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+            raise
+        raise CapacityError(
+            f"open engine: no memory for {what} ({first_line(error)}); {advice}"
+        ) from error
+    except MemoryError as error:
+        raise CapacityError(f"open engine: no memory for {what}; {advice}") from error

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from tierkv.storage.clock import Clock
-from tierkv.storage.errors import ConfigError, TierIOError
+from tierkv.storage.errors import CapacityError, ConfigError, TierIOError
 from tierkv.storage.transfer.device_ops import Wait
 from tierkv.storage.transfer.streams import StreamTransfer
 
@@ -64,8 +64,9 @@ class Calibration:
 def calibrate(transfer: StreamTransfer, clock: Clock, rounds: int = ROUNDS) -> Calibration:
     """Measure every method both ways, best of `rounds` each, and switch to the faster ones.
 
-    No copy may be under way. Moves as many pages as the bounce buffer holds. TierIOError when the
-    device does not end a copy in time.
+    No copy may be under way. Moves as many pages as the bounce buffer holds. A method that the
+    device has no memory for is left out. TierIOError when the device does not end a copy in time,
+    CapacityError when it has memory for none.
     """
     ops = transfer.ops
     assert all(lane.idle for lane in transfer.lanes), "calibrate before serving"
@@ -82,12 +83,20 @@ def calibrate(transfer: StreamTransfer, clock: Clock, rounds: int = ROUNDS) -> C
         best = min(_timed(transfer, stream, move, clock) for _ in range(rounds))
         return len(pages) * ops.page_bytes / max(best, 1e-9)
 
+    lacking: CapacityError | None = None
     for method in ops.methods:
         ops.choose(method, method)
         # Out first, so that what goes back in is what the pages hold.
         out, into = transfer.out_stream, transfer.in_stream
-        out_rates[method] = rate(out, partial(ops.move_out, out, pages, views, planes))
-        in_rates[method] = rate(into, partial(ops.move_in, into, views, pages, planes))
+        try:
+            out_rate = rate(out, partial(ops.move_out, out, pages, views, planes))
+            in_rate = rate(into, partial(ops.move_in, into, views, pages, planes))
+        except CapacityError as error:
+            lacking = error
+            continue
+        out_rates[method], in_rates[method] = out_rate, in_rate
+    if lacking is not None and not out_rates:
+        raise lacking
     result = Calibration(
         max(out_rates, key=out_rates.__getitem__),
         max(in_rates, key=in_rates.__getitem__),

@@ -150,8 +150,7 @@ class CudaOps(DeviceOps):
         with torch.cuda.stream(stream):
             for group, staging in self._staged(stream, len(pages), planes):
                 self._stage("gather", stream, pages[group], planes, staging)
-                for run, host in host_runs(addresses[group], staging.shape[1], first):
-                    host.copy_(staging[run].view(-1), non_blocking=True)
+                self._copy_runs("gather", stream, staging, addresses[group], first)
 
     def move_in(
         self, stream: object, views: Sequence[memoryview], pages: Sequence[int], planes: range
@@ -164,8 +163,7 @@ class CudaOps(DeviceOps):
         first = planes.start * self.row_bytes
         with torch.cuda.stream(stream):
             for group, staging in self._staged(stream, len(pages), planes):
-                for run, host in host_runs(addresses[group], staging.shape[1], first):
-                    staging[run].view(-1).copy_(host, non_blocking=True)
+                self._copy_runs("scatter", stream, staging, addresses[group], first)
                 self._stage("scatter", stream, pages[group], planes, staging)
 
     def pinned_bytes(self) -> int:
@@ -189,6 +187,8 @@ class CudaOps(DeviceOps):
         return None
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
+        if not self._bounce_pinned:
+            return torch.empty(nbytes, dtype=torch.uint8)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
@@ -233,20 +233,51 @@ class CudaOps(DeviceOps):
         """Groups of pages with their part of the stream's staging, [pages, bytes of planes]."""
         whole = self._staging.get(stream.cuda_stream)
         if whole is None:
-            size = max(STAGING_BYTES, self.page_bytes)
-            try:
-                whole = torch.empty(size, dtype=torch.uint8, device=self.device)
-            except torch.cuda.OutOfMemoryError as error:
-                raise CapacityError(
-                    f"copy pages: no {size} bytes of GPU memory for staging "
-                    f"({first_line(error)}); lower the KV pool by that much"
-                ) from error
-            self._staging[stream.cuda_stream] = whole
+            whole = self._staging[stream.cuda_stream] = self._new_staging()
         piece = len(planes) * self.row_bytes
         group = whole.numel() // piece
         for start in range(0, page_count, group):
             count = min(group, page_count - start)
             yield slice(start, start + count), whole[: count * piece].view(count, piece)
+
+    def _new_staging(self) -> torch.Tensor:
+        """As much as there is room for, at least one page."""
+        size = max(STAGING_BYTES, self.page_bytes)
+        while True:
+            try:
+                return torch.empty(size, dtype=torch.uint8, device=self.device)
+            except torch.cuda.OutOfMemoryError as error:
+                if size == self.page_bytes:
+                    raise CapacityError(
+                        f"copy pages: no {size} bytes of GPU memory for staging "
+                        f"({first_line(error)}); lower the KV pool by that much"
+                    ) from error
+            size = max(size // 2, self.page_bytes)
+
+    def _copy_runs(
+        self,
+        way: str,
+        stream: torch.cuda.Stream,
+        staging: torch.Tensor,
+        addresses: Sequence[int],
+        offset_bytes: int,
+    ) -> None:
+        """Between staging, [pages, bytes of planes], and its pages' host memory."""
+        runs = host_runs(addresses, staging.shape[1], offset_bytes)
+        if self._kernels is not None:
+            # A call of torch costs the host as long as the bus needs for half a page.
+            base = staging.data_ptr()
+            ways = (
+                (host, base + at, size) if way == "gather" else (base + at, host, size)
+                for at, host, size in runs
+            )
+            self._kernels.copy(ways, stream.cuda_stream)
+            return
+        flat = staging.view(-1)
+        for at, address, size in runs:
+            host, piece = host_tensor(address, size), flat[at : at + size]
+            target, source = (host, piece) if way == "gather" else (piece, host)
+            target.copy_(source, non_blocking=True)
 
     def _stage(
         self,
@@ -324,16 +355,20 @@ def _unregister(address: int) -> str | None:
 
 def host_runs(
     addresses: Sequence[int], piece_bytes: int, offset_bytes: int
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Runs of adjacent pieces: which of them, and their host memory as one uint8 tensor.
+) -> Iterator[tuple[int, int, int]]:
+    """Runs of adjacent pieces: where each begins among all pieces, its host address, its bytes.
 
-    Piece i lies at `addresses[i] + offset_bytes`. The tensors borrow the memory.
+    Piece i lies at `addresses[i] + offset_bytes` on the host and at `i * piece_bytes` in staging.
     """
     start = 0
     for end in range(1, len(addresses) + 1):
         if end < len(addresses) and addresses[end] == addresses[end - 1] + piece_bytes:
             continue
         size = (end - start) * piece_bytes
-        raw = (ctypes.c_uint8 * size).from_address(addresses[start] + offset_bytes)
-        yield slice(start, end), torch.frombuffer(raw, dtype=torch.uint8)
+        yield start * piece_bytes, addresses[start] + offset_bytes, size
         start = end
+
+
+def host_tensor(address: int, nbytes: int) -> torch.Tensor:
+    """Host memory as a uint8 tensor, which borrows it."""
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -8,6 +8,7 @@ structures by value. Called by cuda.py.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import cupy
 import numpy as np
@@ -67,6 +68,15 @@ class PageKernels:
             ctypes.addressof(addresses),
             0,
         )
+
+    def copy(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        """Put copies (target, source, bytes) on a stream; RuntimeError when the driver refuses.
+
+        Addresses on the device or of pinned host memory.
+        """
+        runtime.setDevice(self._device_index)
+        for target, source, nbytes in runs:
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
 
 
 def compile_cubin(architecture: str) -> bytes:

@@ -94,7 +94,7 @@ def refusal(wanted: int, pinned: int, reason: str) -> str:
     limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
     return (
         f"register host memory with the GPU: {pinned} of {wanted} bytes ({reason}); the rest goes "
-        f"through a pinned buffer, one copy more. Lockable memory is {limit} (ulimit -l), "
+        f"through a buffer, one copy more. Lockable memory is {limit} (ulimit -l), "
         f"{_available()} available: raise the limit or lower the host capacity"
     )
 

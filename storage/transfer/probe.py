@@ -7,6 +7,8 @@ transfer is opened (missing_kernels).
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
 
 import torch
 
@@ -18,8 +20,11 @@ def cuda_problem() -> str | None:
             f"torch {torch.__version__} is a build without CUDA; install a CUDA build of torch "
             "(for instance the cu130 one) to use a GPU"
         )
-    if torch.cuda.is_available():
-        return None
+    with warnings.catch_warnings():
+        # torch warns of what is said here in a line.
+        warnings.simplefilter("ignore")
+        if torch.cuda.is_available():
+            return None
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
@@ -31,9 +36,12 @@ def _advice(said: str) -> str:
     built = f"torch was built for CUDA {torch.version.cuda}"
     text = said.lower()
     if "too old" in text or "insufficient" in text:
+        found = re.search(r"found version (\d+)", text)
+        version = int(found[1]) if found else 0
+        can = f" (it knows CUDA {version // 1000}.{version % 1000 // 10})" if found else ""
         return (
-            f"the NVIDIA driver is too old ({said}); {built}: install a newer driver or an older "
-            "CUDA build of torch"
+            f"the NVIDIA driver is too old{can}; {built}: install a newer driver, or a torch built "
+            "for an older CUDA"
         )
     if "no nvidia driver" in text:
         return f"no NVIDIA driver was found; {built}: install the driver, or use device cpu"
@@ -60,6 +68,12 @@ def missing_kernels() -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name when it has none."""
+    """The first line of an error's message, or its name when it has none.
+
+    Of "out of memory" what was asked for and what is free; the advice after that is torch's.
+    """
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    head, found, _ = lines[0].partition(" is free.")
+    return head + " is free" if found else lines[0]

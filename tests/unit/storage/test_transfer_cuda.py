@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ import torch
 from tests.support.kernel_on_cpu import KernelOnCpu, aligned_views, payload
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.device import address_of
-from tierkv.storage.errors import TierIOError
+from tierkv.storage.errors import CapacityError, TierIOError
 from tierkv.storage.transfer import cuda, probe
 from tierkv.storage.transfer.calibration import calibrate
 from tierkv.storage.transfer.kernels import Launch
@@ -82,6 +83,10 @@ class FakeKernels:
     def launch(self, name: str, launch: Launch, plane_table: int, stream: int) -> None:
         self.launched.append(name)
         self.on_cpu.launch(name, launch, plane_table)
+
+    def copy(self, runs: Iterable[tuple[int, int, int]], stream: int) -> None:
+        for target, source, nbytes in runs:
+            ctypes.memmove(target, source, nbytes)
 
 
 @pytest.fixture(scope="module")
@@ -193,9 +198,7 @@ def test_p3_a_group_of_pages_is_one_launch_however_many_layers(
 
 def test_adjacent_pages_travel_in_one_copy() -> None:
     runs = list(cuda.host_runs([1000, 1100, 1200, 1400, 1500, 1000], 100, 7))
-    assert [run for run, _ in runs] == [slice(0, 3), slice(3, 5), slice(5, 6)]
-    assert [host.numel() for _, host in runs] == [300, 200, 100]
-    assert runs[1][1].data_ptr() == 1407
+    assert runs == [(0, 1007, 300), (300, 1407, 200), (500, 1007, 100)]
 
 
 def test_calibration_measures_every_way_and_keeps_the_pages(
@@ -249,9 +252,11 @@ def test_no_pinned_buffer_is_a_warning_and_pageable_copies(
     monkeypatch.setattr(torch, "empty", refuse)
     with caplog.at_level(logging.WARNING):
         ops.bounce_halves("out")
+        ops.bounce_halves("in")
     # A kernel must not touch pageable memory.
     assert ops.methods == ("copies",)
-    assert "pageable memory; raise lockable memory" in caplog.records[0].getMessage()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "pageable memory; raise lockable memory" in line
 
 
 def test_c3_registration_is_cut_at_slots_and_forgets_nothing() -> None:
@@ -295,7 +300,7 @@ class Cuda:
         ("Found no NVIDIA driver on your system. Please check", "no NVIDIA driver was found"),
         (
             "The NVIDIA driver on your system is too old (found version 11040).",
-            "driver is too old",
+            "the NVIDIA driver is too old (it knows CUDA 11.4); torch was built for CUDA 13.0",
         ),
         ("No CUDA GPUs are available", "no usable CUDA device"),
         ("CUDA driver version is insufficient for CUDA runtime version", "driver is too old"),
@@ -313,6 +318,29 @@ def test_what_is_wrong_with_cuda_is_one_line_that_says_what_to_do(
     assert expected in problem
     assert "\n" not in problem
     assert "install" in problem or "nvidia-smi" in problem
+
+
+def test_what_torch_warns_of_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Warning(Cuda):
+        def is_available(self) -> bool:
+            warnings.warn("CUDA initialization: the driver is too old", stacklevel=1)
+            return False
+
+    version = SimpleNamespace(cuda="13.0")
+    found = SimpleNamespace(cuda=Warning("too old"), version=version, __version__="2.13.0")
+    monkeypatch.setattr(probe, "torch", found)
+    assert "driver is too old" in str(probe.cuda_problem())
+    assert not recwarn.list
+
+
+def test_of_a_lack_of_memory_the_figures_are_told_and_not_the_manual() -> None:
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 4.00 GiB of "
+        "which 1.89 MiB is free. Of the allocated memory 591.02 MiB is allocated by PyTorch. See"
+    )
+    assert probe.first_line(error).endswith("4.00 GiB of which 1.89 MiB is free")
 
 
 def test_a_cpu_build_of_torch_is_told_from_a_missing_driver(
@@ -368,4 +396,63 @@ def test_gpu_memory_that_runs_out_in_a_restore_is_that_copys_error(
     monkeypatch.setattr(torch, "empty", empty)
     assert transfer.scatter(aligned_views(1, transfer.page_bytes), [3]).wait(DEADLINE_S)
     assert transfer.stats().failed == 1
+    transfer.close()
+
+
+class Scarce:
+    """torch.empty on a device that holds `limit_bytes` at a time."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._empty = torch.empty
+        self.refused = 0
+
+    def __call__(self, size: int, **more: object) -> torch.Tensor:
+        if "device" in more and size > self._limit_bytes:
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        return self._empty(size, **more)  # type: ignore[call-overload,no-any-return]
+
+
+def test_staging_takes_what_gpu_memory_there_is(
+    runtime: FakeRuntime, on_cpu: KernelOnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = torch.randn(SHAPES["heads"])
+    page_bytes = PagedKv(kv).page_bytes
+    monkeypatch.setattr(cuda, "STAGING_BYTES", 8 * page_bytes)
+    monkeypatch.setattr(cuda.CudaOps, "_load_kernels", lambda ops: FakeKernels(on_cpu))
+    transfer = StreamTransfer(cuda.CudaOps(kv))
+    transfer.ops.choose("copies", "copies")
+    scarce = Scarce(2 * page_bytes)
+    monkeypatch.setattr(torch, "empty", scarce)
+    views = aligned_views(7, page_bytes)
+    copy = transfer.gather(list(range(7)), views)
+    assert copy.wait(DEADLINE_S)
+    assert copy.error is None
+    assert scarce.refused == 2
+    assert [bytes(view) for view in views] == [payload(kv, page) for page in range(7)]
+    transfer.close()
+
+
+def test_a_way_without_gpu_memory_is_not_chosen_and_the_other_serves(
+    runtime: FakeRuntime, on_cpu: KernelOnCpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kv = torch.randn(SHAPES["heads"])
+    monkeypatch.setattr(cuda.CudaOps, "_load_kernels", lambda ops: FakeKernels(on_cpu))
+    transfer = StreamTransfer(cuda.CudaOps(kv))
+    monkeypatch.setattr(torch, "empty", Scarce(0))
+    found = calibrate(transfer, SystemClock(), rounds=1)
+    assert set(found.out_bytes_per_s) == {"kernel"}
+    assert transfer.ops.method == "kernel"
+    transfer.close()
+
+
+def test_a_device_without_memory_for_any_way_says_so(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda.CudaOps, "_load_kernels", lambda ops: None)
+    transfer = StreamTransfer(cuda.CudaOps(torch.randn(SHAPES["heads"])))
+    monkeypatch.setattr(torch, "empty", Scarce(0))
+    with pytest.raises(CapacityError, match=r"for staging .*; lower the KV pool by that much"):
+        calibrate(transfer, SystemClock(), rounds=1)
     transfer.close()

@@ -106,12 +106,18 @@ def test_a_transfer_that_cannot_be_prepared_is_closed(monkeypatch: pytest.Monkey
 
 
 def test_the_device_that_was_asked_for_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(opening, "cuda_problem", lambda: "the driver is too old; install a newer")
     with pytest.raises(ConfigError, match="the driver is too old; install a newer"):
         opening.choose_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert opening.choose_device("auto") == (torch.device("cpu"), torch.float32)
+    assert not caplog.records, "a build without CUDA was chosen on purpose"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert opening.choose_device("auto") == (torch.device("cpu"), torch.float32)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "the driver is too old; install a newer" in line
     monkeypatch.setattr(opening, "cuda_problem", lambda: None)
     assert opening.choose_device("auto") == (torch.device("cuda"), torch.bfloat16)
     assert opening.choose_device("cpu") == (torch.device("cpu"), torch.float32)
