@@ -105,3 +105,15 @@ class TierClosedError(TierError):
     """The tier or store was closed."""
 
     code = "tier_closed"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its name when it has none.
+
+    Of "out of memory" what was asked for and what is free; the advice after that is torch's.
+    """
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    head, found, _ = lines[0].partition(" is free.")
+    return head + " is free" if found else lines[0]

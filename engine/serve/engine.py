@@ -41,8 +41,8 @@ from tierkv.storage.errors import (
     OverloadedError,
     RequestError,
     RequestTimeoutError,
+    first_line,
 )
-from tierkv.storage.transfer.probe import first_line
 
 log = logging.getLogger(__name__)
 
@@ -349,6 +349,19 @@ class Engine(Closing):
     # --- the engine thread ---------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Serve until stopped; however it ends, those who wait are told."""
+        try:
+            self._serve()
+        # Ending a broken step's requests broke as well: nothing here can be trusted any more.
+        except Exception as error:
+            log.error("engine stopped error=%r", error, exc_info=True)
+            self._stopped = f"engine: stopped, its state is damaged: {first_line(error)}"
+        try:
+            self.core.close(CLOSE_S)
+        finally:
+            self._stopped = self._stopped or "engine: closed"
+
+    def _serve(self) -> None:
         failures = 0
         while not self._stopping:
             try:
@@ -366,17 +379,16 @@ class Engine(Closing):
             except Exception as error:
                 failures += 1
                 log.error("engine step failed error=%r", error, exc_info=True)
-                self.core.fail_running(f"engine step failed: {type(error).__name__}: {error}")
+                reason = first_line(error)
+                self.core.fail_running(f"engine step failed: {type(error).__name__}: {reason}")
                 if failures >= STEP_FAILURES_MAX:
-                    self._stopped = f"engine: stopped after {failures} failed steps, last: {error}"
+                    self._stopped = f"engine: stopped after {failures} failed steps, last: {reason}"
                     break
             else:
                 if busy:
                     failures = 0
                 else:
                     self._rest()
-        self.core.close(CLOSE_S)
-        self._stopped = self._stopped or "engine: closed"
 
     def _round(self) -> bool:
         while self._inbox:

@@ -30,12 +30,12 @@ from tierkv.engine.serve.tokenizer import Tokenizer
 from tierkv.engine.serve.weights_digest import weights_digest
 from tierkv.storage.base import PageStore
 from tierkv.storage.clock import Clock
-from tierkv.storage.errors import CapacityError, ConfigError
+from tierkv.storage.errors import CapacityError, ConfigError, first_line
 from tierkv.storage.identity import Fingerprint, namespace
 from tierkv.storage.policy import WritePolicy
 from tierkv.storage.store import StoreRules, TieredStore
 from tierkv.storage.transfer.base import PageTransfer
-from tierkv.storage.transfer.probe import cuda_problem, first_line
+from tierkv.storage.transfer.probe import cuda_problem
 from tierkv.storage.types import NamespaceId
 
 log = logging.getLogger(__name__)

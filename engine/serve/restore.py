@@ -489,6 +489,7 @@ class Restore:
         """A copy ended."""
         error = copy.event.error
         self._cache.pool.finish_copy(copy.held, free=False)
+        lost = 0
         for lease, numbers in copy.parts:
             # Asked after the copy: a lease can end on its own while the bytes are read.
             failed = error is not None or not lease.intact
@@ -496,9 +497,10 @@ class Restore:
             for number in numbers:
                 load.set(number, PageState.LOST if failed else PageState.ARRIVED)
             self._counts["failed" if failed else "restored"] += len(numbers)
-            if failed:
-                reason = error or "the lease ended during the copy"
-                log.warning("restore failed pages=%d: %s", len(numbers), reason)
+            lost += len(numbers) if failed else 0
+        if lost:
+            reason = error or "the lease ended during the copy"
+            log.warning("restore failed pages=%d: %s", lost, reason)
 
     def _note_rate(self, segment: Segment, tiers: Sequence[TierName]) -> None:
         """A fetched segment says how fast its tier is, when all of it came from one."""

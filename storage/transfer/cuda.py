@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tierkv.storage.device import address_of
-from tierkv.storage.errors import CapacityError, TierIOError
+from tierkv.storage.errors import CapacityError, TierIOError, first_line
 from tierkv.storage.transfer.device_ops import DeviceOps, Wait
 from tierkv.storage.transfer.kernels import plan_launches, word_size
 from tierkv.storage.transfer.layout import KvTensors, PagedKv
 from tierkv.storage.transfer.pinned import PinnedRanges
-from tierkv.storage.transfer.probe import first_line, missing_kernels
+from tierkv.storage.transfer.probe import missing_kernels
 from tierkv.storage.transfer.staging import gather_staged, scatter_staged
 from tierkv.storage.transfer.streams import StreamTransfer
 

@@ -14,7 +14,7 @@ import cupy
 import numpy as np
 from cupy.cuda import driver, function, nvrtc, runtime
 
-from tierkv.storage.errors import TierIOError
+from tierkv.storage.errors import TierIOError, first_line
 from tierkv.storage.transfer.kernels import SOURCE, THREADS, Launch, kernel_names
 
 OPTIONS = ("-std=c++17",)
@@ -37,8 +37,7 @@ class PageKernels:
                 self._functions = {n: self._module.get_function(n).ptr for n in kernel_names()}
             properties = runtime.getDeviceProperties(device_index)
         except (RuntimeError, OSError, ImportError) as error:
-            lines = str(error).splitlines() or [type(error).__name__]
-            raise TierIOError(f"load page kernels: {lines[0]}") from error
+            raise TierIOError(f"load page kernels: {first_line(error)}") from error
         # A sixteenth of the multiprocessors is enough for PCIe, and decode does not miss it.
         multiprocessors = int(properties["multiProcessorCount"])
         self.blocks_max = max(BLOCKS_MIN, min(BLOCKS_MAX, multiprocessors // 16))

@@ -12,6 +12,8 @@ import warnings
 
 import torch
 
+from tierkv.storage.errors import first_line
+
 
 def cuda_problem() -> str | None:
     """None when torch can use a CUDA device; else what is wrong and what to do, in one line."""
@@ -65,15 +67,3 @@ def missing_kernels() -> str | None:
     if not usable:
         return "cupy finds no CUDA device; install the build that fits the driver"
     return None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its name when it has none.
-
-    Of "out of memory" what was asked for and what is free; the advice after that is torch's.
-    """
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
-    head, found, _ = lines[0].partition(" is free.")
-    return head + " is free" if found else lines[0]

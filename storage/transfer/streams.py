@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierkv.storage.errors import TierClosedError, TierIOError, TierKVError
+from tierkv.storage.errors import TierClosedError, TierIOError, TierKVError, first_line
 from tierkv.storage.transfer.base import (
     CLOSE_TIMEOUT_S,
     CopyEvent,
@@ -69,7 +69,6 @@ class _CopyJob:
         owner: StreamTransfer,
         lane: Lane,
         stream: object,
-        fence: object,
         pages: list[int],
         views: list[memoryview],
         counters: _Counters,
@@ -78,7 +77,8 @@ class _CopyJob:
         self._ops = owner.ops
         self._lane = lane
         self._stream = stream
-        self._fence = fence
+        self.fence: object = None
+        """The compute stream's end when the copy was asked for; set before the job begins."""
         self._pages = pages
         self._views = views
         self._counters = counters
@@ -95,7 +95,9 @@ class _CopyJob:
         except TierKVError as error:
             yield from self._fail(error)
         except DEVICE_ERRORS as error:
-            yield from self._fail(TierIOError(f"copy {len(self._pages)} pages: {error}"))
+            yield from self._fail(
+                TierIOError(f"copy {len(self._pages)} pages: {first_line(error)}")
+            )
         else:
             self._end(None)
 
@@ -120,7 +122,7 @@ class _CopyJob:
             yield HostWait(self._ops.record(self._stream), Wait.FAILED)
         except DEVICE_ERRORS as second:
             # The context is lost, and with it every copy under way.
-            self._owner.mark_broken(f"the device takes no work any more ({second})")
+            self._owner.mark_broken(f"the device takes no work any more ({first_line(second)})")
         self._end(error)
 
     def _end(self, error: TierKVError | None) -> None:
@@ -142,7 +144,7 @@ class _Gather(_CopyJob):
 
     def _copy(self) -> Generator[HostWait]:
         ops, stream = self._ops, self._stream
-        ops.stream_wait(stream, self._fence, Wait.FORWARD_PASS)
+        ops.stream_wait(stream, self.fence, Wait.FORWARD_PASS)
         planes = range(ops.layers * ops.planes_per_layer)
         if ops.reachable(self._views):
             ops.move_out(stream, self._pages, self._views, planes)
@@ -177,7 +179,7 @@ class _Scatter(_CopyJob):
 
     def _copy(self) -> Generator[HostWait]:
         ops, stream = self._ops, self._stream
-        ops.stream_wait(stream, self._fence, Wait.LAST_READER)
+        ops.stream_wait(stream, self.fence, Wait.LAST_READER)
         reachable = ops.reachable(self._views)
         if not reachable:
             self._counters.bounced_pages += len(self._pages)
@@ -250,9 +252,7 @@ class StreamTransfer(PageTransfer):
         indexes, tied = _indexes(pages, views)
         counters = self._out_counters
         self._refuse_if_over()
-        job = _Gather(
-            self, self._out, self.out_stream, self._mark(), indexes, list(views), counters
-        )
+        job = _Gather(self, self._out, self.out_stream, indexes, list(views), counters)
         self._begin(job, self._out, counters, len(indexes), tied)
         return job.event
 
@@ -260,7 +260,7 @@ class StreamTransfer(PageTransfer):
         indexes, tied = _indexes(pages, views)
         counters = self._in_counters
         self._refuse_if_over()
-        job = _Scatter(self, self._in, self.in_stream, self._mark(), indexes, list(views), counters)
+        job = _Scatter(self, self._in, self.in_stream, indexes, list(views), counters)
         self._begin(job, self._in, counters, len(indexes), tied)
         return job.event
 
@@ -337,10 +337,6 @@ class StreamTransfer(PageTransfer):
         if self._closed:
             raise TierClosedError("copy pages: the transfer is closed")
 
-    def _mark(self) -> object:
-        """The present end of the calling thread's compute stream."""
-        return self.ops.record(self.ops.compute_stream())
-
     def _begin(
         self,
         job: _Gather | _Scatter,
@@ -351,6 +347,11 @@ class StreamTransfer(PageTransfer):
     ) -> None:
         if tied is not None and not isinstance(tied, Sequence):
             tied.attach(job.event)
+        try:
+            job.fence = self.ops.record(self.ops.compute_stream())
+        except DEVICE_ERRORS as error:
+            # The caller's pages are under copy by now: the copy must end, not its call.
+            self.mark_broken(f"the device takes no work any more ({first_line(error)})")
         with self._lock:
             counters.waiting_bytes += page_count * self.page_bytes
             refusal = self._broken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,15 @@ import torch
 
 from tests.support.model_files import write_model
 from tierkv.engine.serve import opening
+from tierkv.engine.serve.core import EngineCore
 from tierkv.engine.serve.engine import STEP_FAILURES_MAX, Engine
 from tierkv.engine.serve.engine_config import EngineConfig
+from tierkv.engine.serve.request import FinishReason
 from tierkv.engine.serve.runner import ModelRunner
 from tierkv.engine.serve.sampler import SamplingParams
 from tierkv.storage.errors import CapacityError, EngineStoppedError
 
+DEADLINE_S = 20.0
 PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
 PROMPT = list(range(5, 45))
 SAID = (
@@ -82,6 +86,38 @@ def test_a_model_that_breaks_again_and_again_stops_the_engine(
                 failed += engine.generate([PROMPT], PARAMS, cache_salt=f"turn {turn}")
         assert len(failed) == STEP_FAILURES_MAX
         assert all("an illegal memory access" in str(output.error) for output in failed)
+
+
+def test_an_engine_that_cannot_even_end_its_requests_tells_those_who_wait(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("pages are not in state 1")
+
+    with Engine.open(config) as engine:
+        Breaking(monkeypatch).error = RuntimeError("an illegal memory access was encountered")
+        monkeypatch.setattr(EngineCore, "fail_running", refuse)
+        [output] = engine.generate([PROMPT], PARAMS)
+        assert output.finish_reason is FinishReason.ABORT
+        with pytest.raises(EngineStoppedError, match="its state is damaged: pages are not in"):
+            engine.generate([PROMPT], PARAMS)
+
+
+def test_an_engine_that_cannot_even_close_tells_those_who_wait(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("pages are not in state 1")
+
+    hooked = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda _: hooked.set())
+    with Engine.open(config) as engine:
+        Breaking(monkeypatch).error = RuntimeError("an illegal memory access was encountered")
+        monkeypatch.setattr(EngineCore, "fail_running", refuse)
+        monkeypatch.setattr(EngineCore, "close", refuse)
+        with pytest.raises(EngineStoppedError, match="its state is damaged: pages are not in"):
+            engine.generate([PROMPT], PARAMS)
+        assert hooked.wait(DEADLINE_S), "what broke is not swallowed"
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,28 @@ def test_h2_a_device_that_is_lost_ends_its_copies_and_refuses_the_next() -> None
     transfer.close()
 
 
+@pytest.mark.parametrize("way", ["gather", "scatter"])
+def test_h2_a_device_that_is_lost_before_the_copy_ends_it_and_frees_its_pages(way: str) -> None:
+    class LostOps(HostOps):
+        def record(self, stream: object) -> object:
+            raise RuntimeError("CUDA error: device lost\nSearch for it in the manual")
+
+    transfer = StreamTransfer(LostOps(pool()))
+    pages = PagePool(12, 4)
+    mine = pages.allocate(2)
+    assert mine is not None
+    held = pages.begin_copy(mine)
+    views = buffers(2, transfer.page_bytes)
+    copy = transfer.gather(held, views) if way == "gather" else transfer.scatter(views, held)
+    assert copy.wait(DEADLINE_S)
+    assert str(copy.error).endswith("the device takes no work any more (CUDA error: device lost)")
+    pages.finish_copy(held, free=True)
+    pages.check()
+    assert pages.free_count == 12
+    transfer.check()
+    transfer.close()
+
+
 def test_h1_a_dead_copy_thread_leaves_nobody_waiting(gated: StreamTransfer) -> None:
     ops = ops_of(gated)
     ops.fault = AssertionError("a bug")

@@ -18,7 +18,7 @@ import torch
 from tests.support.kernel_on_cpu import KernelOnCpu, aligned_views, payload
 from tierkv.storage.clock import SystemClock
 from tierkv.storage.device import address_of
-from tierkv.storage.errors import CapacityError, TierIOError
+from tierkv.storage.errors import CapacityError, TierIOError, first_line
 from tierkv.storage.transfer import cuda, probe
 from tierkv.storage.transfer.calibration import calibrate
 from tierkv.storage.transfer.kernels import Launch
@@ -340,7 +340,7 @@ def test_of_a_lack_of_memory_the_figures_are_told_and_not_the_manual() -> None:
         "CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 4.00 GiB of "
         "which 1.89 MiB is free. Of the allocated memory 591.02 MiB is allocated by PyTorch. See"
     )
-    assert probe.first_line(error).endswith("4.00 GiB of which 1.89 MiB is free")
+    assert first_line(error).endswith("4.00 GiB of which 1.89 MiB is free")
 
 
 def test_a_cpu_build_of_torch_is_told_from_a_missing_driver(
