@@ -7,6 +7,7 @@
 #   make check   ruff, mypy, import-linter, tools/tidy
 #   make bench   benchmarks that need no extra software
 #   make soak    long runs (marker slow)
+#   make emulated  tests/gpu without a GPU: a CUDA build of torch (gigabytes) over an emulated runtime
 #   make fuzz    coverage-guided fuzzing of the frame parser, FUZZ_S seconds; installs atheris
 
 PYTHON ?= python3
@@ -16,10 +17,11 @@ TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PEERS  := $(VENV)/.peers
+CUDA   := $(VENV)-cuda
 ARGS   ?=
 FUZZ_S ?= 600
 
-.PHONY: setup peers demo test check bench soak fuzz format clean
+.PHONY: setup peers demo test check bench soak emulated fuzz format clean
 
 setup: $(READY)
 
@@ -66,6 +68,16 @@ bench: setup
 
 soak: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+emulated: $(CUDA)/.ready
+	$(CUDA)/bin/python -m tests.support.cuda_emulation -m pytest -m gpu \
+		-p tests.support.cuda_emulation.plugin tests/gpu $(ARGS)
+
+$(CUDA)/.ready: pyproject.toml setup.py Makefile
+	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet 'torch>=2.11' 'nvidia-cuda-crt>=13,<14'
+	$(CUDA)/bin/python -m pip install --quiet -e '.[engine,cuda13]' pytest pytest-asyncio pytest-timeout
+	touch $@
 
 fuzz: setup
 	$(BIN)/python -m pip install --quiet atheris

@@ -110,6 +110,8 @@ def config_file(folder: Path, nodes: Nodes, host: int) -> Path:
 def test_pages_of_others_are_the_pools_and_bounded(folder: Path) -> None:
     with Nodes(folder, hosts=2, host_share=0.1, nvme_share=0.0) as nodes:
         nodes.put(0, *range(100))
+        # Copies are made after the put; the first makes the other node's class.
+        await_true("a copy", lambda: bool(nodes.daemons[1].status()["classes"]))
         (found,) = nodes.daemons[1].status()["classes"]
         bound = int(found["tiers"]["host"]["capacity_pages"] * 0.1)
         assert 0 < found["pool_pages"]["host"] <= bound
