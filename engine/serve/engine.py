@@ -375,7 +375,7 @@ class Engine(Closing):
                 log.error("engine step failed error=%s", reason)
                 self.core.fail_running(f"engine step failed: {reason}")
             # Whatever breaks in one step must cost the requests in it, not the engine (H2): the
-            # model's kernels raise RuntimeError, OutOfMemoryError and more.
+            # model's kernels raise RuntimeError and more.
             except Exception as error:
                 failures += 1
                 log.error("engine step failed error=%r", error, exc_info=True)

@@ -228,12 +228,11 @@ def _load(
 def _memory_for(what: str, advice: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         # torch has a class of its own for a GPU; its CPU allocator raises the plain one.
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+        lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        if not lacking and "allocate" not in str(error):
             raise
         raise CapacityError(
             f"open engine: no memory for {what} ({first_line(error)}); {advice}"
         ) from error
-    except MemoryError as error:
-        raise CapacityError(f"open engine: no memory for {what}; {advice}") from error
